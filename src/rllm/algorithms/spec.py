@@ -1,0 +1,44 @@
+"""What is trained and how: the row of tokens and the loss, as plain data.
+
+Shared by the algorithms, which build them, and the backends, which run them. Knows no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+BASE = "base"
+"""Adapter name that means: the base model, adapter off."""
+DEFAULT_ADAPTER = "default"
+"""Name of the adapter all roles share unless they have their own."""
+
+
+@dataclass
+class Datum:
+    """One row to train on. All per-token lists have the length of `ids`; entry t speaks of *predicting* `ids[t]` from
+    `ids[:t]`. `mask[t]` is 1 where the token was sampled by the policy and is trained, else 0 (`mask[0]` must be 0).
+    `advantages`, `logprobs` (of the sampler) are 0 where the mask is 0."""
+
+    ids: list[int]
+    mask: list[int]
+    advantages: list[float] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    temperature: float = 1.0
+    adapter: str = DEFAULT_ADAPTER
+    role: str = ""
+
+    @property
+    def n_trained(self) -> int:
+        return sum(self.mask)
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """Which loss, with its settings, and how token losses are aggregated (see `rllm.algorithms.losses`)."""
+
+    name: str = "ppo_clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    aggregation: str = "token-mean"
+    options: Mapping[str, float] = field(default_factory=dict)

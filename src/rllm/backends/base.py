@@ -1,0 +1,130 @@
+"""The contract between the trainer and whatever holds the weights, and the one table of what each backend can do.
+
+Knows no torch. The primitives are Tinker's: sample, forward_backward, optim_step, publish, save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from rllm.algorithms.spec import BASE, DEFAULT_ADAPTER, Datum, LossSpec
+
+__all__ = [
+    "BASE",
+    "CAPABILITIES",
+    "DEFAULT_ADAPTER",
+    "AdamParams",
+    "Backend",
+    "Capabilities",
+    "Completion",
+    "Datum",
+    "LossSpec",
+    "SamplingParams",
+]
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample one completion. `seed` None: the engine draws one. `max_tokens` counts the end-of-turn token."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass
+class Completion:
+    """What was sampled. `logprobs[i]` belongs to `ids[i]` under the *tempered* distribution (temperature 0 reports the
+    untempered log-probability of the argmax); `versions[i]` is the policy version that sampled it. The end-of-turn token,
+    when one was sampled, is the last of `ids`."""
+
+    ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class AdamParams:
+    """One optimizer step. `grad_clip` 0 = off."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+
+
+class Backend(Protocol):
+    """Holds the base, the adapters, the optimizer and the sampler. `sample` may be called from any event loop or thread;
+    the training calls are made one at a time by the trainer."""
+
+    model_name: str
+    tokenizer: Any
+    max_model_len: int
+
+    @property
+    def policy_version(self) -> int: ...
+
+    async def sample(self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str = DEFAULT_ADAPTER) -> Completion: ...
+
+    def forward_backward(self, data: Sequence[Datum], loss: LossSpec) -> dict[str, float]:
+        """Accumulate gradients of the aggregated loss over all of `data`; returns metrics (``loss``, ``entropy``, ...)."""
+        ...
+
+    def logprobs(self, data: Sequence[Datum], adapter: str | None = None) -> list[list[float]]:
+        """Teacher-forced log-probability of every token of every row (entry 0 is 0.0), at the row's temperature.
+        `adapter` None: each row's own; `BASE`: adapter off."""
+        ...
+
+    def optim_step(self, params: AdamParams) -> dict[str, float]:
+        """Clip, step, zero the gradients. Returns ``grad_norm``. A non-finite norm changes nothing and returns it."""
+        ...
+
+    def publish(self) -> int:
+        """Make the newest weights the sampled ones; returns the new policy version."""
+        ...
+
+    def save_state(self, path: Path) -> None: ...
+
+    def load_state(self, path: Path) -> None: ...
+
+    def export_adapter(self, path: Path) -> Path:
+        """Write the trained weights for other tools (PEFT folder, or a full model when fully fine-tuned); verified by reloading."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for the start banner: parameters trained / total, targets matched, dtypes, device."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """One row of the capability table."""
+
+    full_finetuning: bool
+    top_p_in_training: bool
+    losses: frozenset[str]
+    devices: frozenset[str]
+
+
+CAPABILITIES: dict[str, Capabilities] = {
+    "local": Capabilities(
+        full_finetuning=True,
+        top_p_in_training=False,
+        losses=frozenset({"ppo_clip", "cross_entropy"}),
+        devices=frozenset({"cpu", "cuda"}),
+    ),
+}

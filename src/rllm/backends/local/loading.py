@@ -1,0 +1,219 @@
+"""From a model folder or hub id to a `Decoder` and a tokenizer, and back to a folder that transformers loads.
+
+Knows the checkpoint format and which architectures are supported; nothing of LoRA or sampling.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from rllm.backends.local.model import Decoder, DecoderConfig
+from rllm.errors import ModelError
+
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+DEFAULT_MODEL = Path(__file__).parents[2] / "models" / "default"
+MAX_SHARD_BYTES = 4 * 2**30
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "added_tokens.json",
+    "generation_config.json",
+)
+
+
+def resolve_model(path: str) -> Path:
+    """Local folder of a model: `default` is the one inside the package, an existing folder itself, else a hub id to download."""
+    if path == "default":
+        return DEFAULT_MODEL
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
+        raise ModelError(
+            f"model.path: no folder {path!r}; give a folder with config.json and *.safetensors, a hub id such as "
+            "'Qwen/Qwen3-0.6B', or 'default'"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
+    except Exception as error:  # the hub client raises many kinds; all mean "not available"
+        raise ModelError(
+            f"model.path: {path!r} is no local folder and could not be fetched from the hub "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); check the name and the network, or give a local folder"
+        ) from error
+
+
+def read_config(folder: Path) -> tuple[DecoderConfig, Any]:
+    """(our config, transformers config) of a model folder."""
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"model.path: {folder} has no config.json; give a folder saved with save_pretrained()")
+    from transformers import AutoConfig
+
+    try:
+        hf = AutoConfig.from_pretrained(folder)
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelError(f"model.path: {folder / 'config.json'} cannot be read: {error}") from error
+    if hf.model_type not in SUPPORTED:
+        raise ModelError(
+            f"model.path: {folder} is of type {hf.model_type!r}; the local backend runs {', '.join(SUPPORTED)}"
+        )
+    if getattr(hf, "quantization_config", None) is not None:
+        raise ModelError(f"model.path: {folder} is quantised; give the unquantised (bfloat16 or float32) checkpoint")
+    if getattr(hf, "hidden_act", "silu") != "silu":
+        raise ModelError(f"model.path: {folder} uses activation {hf.hidden_act!r}; the local backend knows 'silu'")
+    bias = bool(getattr(hf, "attention_bias", False))
+    windowed = getattr(hf, "use_sliding_window", hf.model_type == "mistral")
+    heads = hf.num_attention_heads
+    config = DecoderConfig(
+        vocab_size=hf.vocab_size,
+        hidden_size=hf.hidden_size,
+        n_layers=hf.num_hidden_layers,
+        n_heads=heads,
+        n_kv_heads=getattr(hf, "num_key_value_heads", None) or heads,
+        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // heads,
+        intermediate_size=hf.intermediate_size,
+        rms_eps=hf.rms_norm_eps,
+        max_position=hf.max_position_embeddings,
+        tied=bool(hf.tie_word_embeddings),
+        qk_norm=hf.model_type == "qwen3",
+        qkv_bias=True if hf.model_type == "qwen2" else bias,
+        o_bias=bias and hf.model_type != "qwen2",
+        mlp_bias=bool(getattr(hf, "mlp_bias", False)),
+        attention_window=getattr(hf, "sliding_window", None) if windowed else None,
+    )
+    return config, hf
+
+
+def rotary_frequencies(config: DecoderConfig, hf: Any) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies [head_dim / 2] and the scale of cos and sin, for every rope type transformers knows."""
+    rope = getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        theta = rope.get("rope_theta", getattr(hf, "rope_theta", None) or 10000.0)
+        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        return 1.0 / theta**exponent, 1.0
+    if kind in ("dynamic", "longrope"):
+        raise ModelError(f"model.path: rope type {kind!r} changes with the length; the local backend does not run it")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
+    return inv_freq, float(scale)
+
+
+def load_decoder(folder: Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Decoder:
+    """The model of `folder` in `dtype` on `device`. Every tensor of the checkpoint must be used and every weight filled."""
+    config, hf = read_config(folder)
+    inv_freq, scale = rotary_frequencies(config, hf)
+    model = Decoder(config, inv_freq, scale, dtype, device)
+    wanted = dict(model.hf_tensors())
+    for name, tensor in _checkpoint_tensors(folder, device):
+        if name == "lm_head.weight" and config.tied:
+            continue
+        if name.endswith("rotary_emb.inv_freq"):
+            continue
+        target = wanted.pop(name, None)
+        if target is None:
+            raise ModelError(f"model.path: {folder} holds the unexpected tensor {name!r}; is config.json the right one?")
+        if target.shape != tensor.shape:
+            raise ModelError(
+                f"model.path: {folder}: {name} has shape {list(tensor.shape)}, config.json says {list(target.shape)}"
+            )
+        target.data.copy_(tensor)
+    if wanted:
+        raise ModelError(f"model.path: {folder} lacks {len(wanted)} tensors, e.g. {next(iter(wanted))!r}")
+    return model
+
+
+def _checkpoint_tensors(folder: Path, device: str | torch.device):
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+    else:
+        files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise ModelError(f"model.path: {folder} has no model.safetensors; save the model with save_pretrained()")
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"model.path: {file} is named in {index.name} and missing")
+        try:
+            with safe_open(file, framework="pt", device=str(device)) as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
+                    yield name, tensors.get_tensor(name)
+        except Exception as error:
+            if isinstance(error, ModelError):
+                raise
+            raise ModelError(f"model.path: {file} cannot be read ({error}); the file may be incomplete") from error
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model folder; it must have a chat template and an end-of-turn token."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (ValueError, OSError) as error:
+        raise ModelError(f"model.path: the tokenizer of {folder} cannot be read: {error}") from error
+    if not tokenizer.chat_template:
+        raise ModelError(
+            f"model.path: the tokenizer of {folder} has no chat template; add chat_template.jinja "
+            "(an instruct model has one) or choose an instruct model"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"model.path: the tokenizer of {folder} names no eos_token; set it in tokenizer_config.json")
+    return tokenizer
+
+
+def end_of_turn_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """Token ids that end a completion: the tokenizer's and those of generation_config.json."""
+    ids = {int(tokenizer.eos_token_id)}
+    file = folder / "generation_config.json"
+    if file.is_file():
+        named = json.loads(file.read_text()).get("eos_token_id")
+        ids.update(named if isinstance(named, list) else [] if named is None else [named])
+    return tuple(sorted(ids))
+
+
+def save_decoder(model: Decoder, source: Path, out: Path, dtype: torch.dtype | None = None) -> None:
+    """Write `model` as a folder that transformers loads, with config and tokenizer files copied from `source`."""
+    out.mkdir(parents=True, exist_ok=True)
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in model.hf_tensors():
+        tensor = tensor.detach().to("cpu", dtype or tensor.dtype).contiguous().clone()
+        if size and size + tensor.nbytes > MAX_SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    if len(shards) == 1:
+        save_file(shards[0], out / "model.safetensors", metadata={"format": "pt"})
+    else:
+        weight_map = {}
+        for i, shard in enumerate(shards, 1):
+            file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+            save_file(shard, out / file, metadata={"format": "pt"})
+            weight_map.update(dict.fromkeys(shard, file))
+        total = sum(t.nbytes for shard in shards for t in shard.values())
+        (out / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
+        )
+    config = json.loads((source / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype or model.dtype).removeprefix("torch.")
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file() and source.resolve() != out.resolve():
+            shutil.copyfile(source / name, out / name)

@@ -1,0 +1,280 @@
+"""One dense decoder (Llama, Mistral, Qwen2, Qwen3) whose forward serves training, prefill and decoding alike.
+
+How tokens see each other is the caller's business (`Attend`), and so are files, sampling and losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# The matrices that share an input are stored as one, so that each is one product. Order is the order of the rows.
+BLOCKS: dict[str, tuple[str, ...]] = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Shapes and constants of the decoder. Sizes in elements."""
+
+    vocab_size: int
+    hidden_size: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_eps: float
+    max_position: int
+    tied: bool
+    qk_norm: bool
+    qkv_bias: bool
+    o_bias: bool = False
+    mlp_bias: bool = False
+    attention_window: int | None = None
+
+    def block_rows(self, block: str) -> tuple[int, ...]:
+        """Output rows of each matrix in a fused block."""
+        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        return {
+            "qkv": (q, kv, kv),
+            "o": (self.hidden_size,),
+            "gate_up": (self.intermediate_size, self.intermediate_size),
+            "down": (self.hidden_size,),
+        }[block]
+
+    def block_inputs(self, block: str) -> int:
+        """Input columns of a fused block."""
+        return {"o": self.n_heads * self.head_dim, "down": self.intermediate_size}.get(block, self.hidden_size)
+
+    def block_has_bias(self, block: str) -> bool:
+        return {"qkv": self.qkv_bias, "o": self.o_bias}.get(block, self.mlp_bias)
+
+
+class Attend(Protocol):
+    """Attention of one layer over tokens the caller has laid out.
+
+    `q` [N, heads, head_dim], `k` and `v` [N, kv_heads, head_dim], already rotated; returns [N, heads, head_dim].
+    """
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+class LowRank(Protocol):
+    """The low-rank updates in force: for (layer, fused block) the pair ``A`` [R, in], ``B`` [out, R] (scaling inside B), or None."""
+
+    def pair(self, layer: int, block: str) -> tuple[Tensor, Tensor] | None: ...
+
+
+class FusedLinear(nn.Module):
+    """``y = x W^T + b + (x A^T) B^T`` for the matrices of one block stacked along their outputs."""
+
+    def __init__(self, rows: int, columns: int, bias: bool, dtype: torch.dtype, device: torch.device | str):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor, pair: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        if pair is None:
+            return y
+        a, b = pair
+        return torch.addmm(y, F.linear(x, a), b.t())
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and SwiGLU. Works on packed tokens [N, hidden]."""
+
+    def __init__(self, config: DecoderConfig, index: int, dtype: torch.dtype, device: torch.device | str):
+        super().__init__()
+        self.config, self.index = config, index
+
+        def linear(block: str) -> FusedLinear:
+            return FusedLinear(
+                sum(config.block_rows(block)), config.block_inputs(block), config.block_has_bias(block), dtype, device
+            )
+
+        def vector(size: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
+
+        self.qkv, self.o, self.gate_up, self.down = (linear(block) for block in BLOCKS)
+        self.input_norm, self.post_norm = vector(config.hidden_size), vector(config.hidden_size)
+        self.q_norm = vector(config.head_dim) if config.qk_norm else None
+        self.k_norm = vector(config.head_dim) if config.qk_norm else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, lora: LowRank | None) -> Tensor:
+        c, n = self.config, x.shape[0]
+
+        def pair(block: str) -> tuple[Tensor, Tensor] | None:
+            return None if lora is None else lora.pair(self.index, block)
+
+        h = rms_norm(x, self.input_norm, c.rms_eps)
+        q, k, v = self.qkv(h, pair("qkv")).split(c.block_rows("qkv"), dim=-1)
+        q, k = q.reshape(n, c.n_heads, c.head_dim), k.reshape(n, c.n_kv_heads, c.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = rms_norm(q, self.q_norm, c.rms_eps), rms_norm(k, self.k_norm, c.rms_eps)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        mixed = attend(self.index, q, k, v.reshape(n, c.n_kv_heads, c.head_dim))
+        x = x + self.o(mixed.reshape(n, -1), pair("o"))
+        h = rms_norm(x, self.post_norm, c.rms_eps)
+        gate, up = self.gate_up(h, pair("gate_up")).split(c.block_rows("gate_up"), dim=-1)
+        return x + self.down(F.silu(gate) * up, pair("down"))
+
+
+class Decoder(nn.Module):
+    """The whole model. Parameters are frozen until `full_finetuning()`; names on disk are Hugging Face's (`hf_tensors`)."""
+
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        inv_freq: Tensor,
+        rope_scale: float = 1.0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ):
+        super().__init__()
+        self.config, self.rope_scale = config, rope_scale
+        self.register_buffer("inv_freq", inv_freq.float().to(device), persistent=False)
+        self.embed = nn.Parameter(
+            torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device), requires_grad=False
+        )
+        self.layers = nn.ModuleList(DecoderLayer(config, i, dtype, device) for i in range(config.n_layers))
+        self.final_norm = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype, device=device), requires_grad=False)
+        self.head = (
+            None
+            if config.tied
+            else nn.Parameter(
+                torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device), requires_grad=False
+            )
+        )
+        self._rope: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.device
+
+    def forward(self, ids: Tensor, positions: Tensor, attend: Attend, lora: LowRank | None = None) -> Tensor:
+        """Final hidden states [N, hidden] (normalised) of packed tokens `ids` [N] at `positions` [N]."""
+        x = F.embedding(ids, self.embed)
+        cos, sin = self._rotary(positions)
+        for layer in self.layers:
+            x = layer(x, cos, sin, attend, lora)
+        return rms_norm(x, self.final_norm, self.config.rms_eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, vocab] in float32, from hidden states [N, hidden]."""
+        return F.linear(hidden, self.embed if self.head is None else self.head).float()
+
+    def full_finetuning(self) -> None:
+        """Make every weight trainable."""
+        for parameter in self.parameters():
+            parameter.requires_grad_(True)
+
+    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, view of the weights) for every tensor of the checkpoint."""
+        yield "model.embed_tokens.weight", self.embed
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            prefix = f"model.layers.{i}."
+            for block, names in BLOCKS.items():
+                linear: FusedLinear = getattr(layer, block)
+                rows = self.config.block_rows(block)
+                for name, weight in zip(names, linear.weight.split(rows), strict=True):
+                    yield f"{prefix}{name}.weight", weight
+                if linear.bias is not None:
+                    for name, bias in zip(names, linear.bias.split(rows), strict=True):
+                        yield f"{prefix}{name}.bias", bias
+            yield f"{prefix}input_layernorm.weight", layer.input_norm
+            yield f"{prefix}post_attention_layernorm.weight", layer.post_norm
+            if layer.q_norm is not None and layer.k_norm is not None:
+                yield f"{prefix}self_attn.q_norm.weight", layer.q_norm
+                yield f"{prefix}self_attn.k_norm.weight", layer.k_norm
+        yield "model.norm.weight", self.final_norm
+        if self.head is not None:
+            yield "lm_head.weight", self.head
+
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """Hugging Face name -> (inputs, outputs) of every linear layer, the output head included, in forward order."""
+        c = self.config
+        shapes = {
+            f"model.layers.{i}.{name}": (c.block_inputs(block), rows)
+            for i in range(c.n_layers)
+            for block, names in BLOCKS.items()
+            for name, rows in zip(names, c.block_rows(block), strict=True)
+        }
+        shapes["lm_head"] = (c.hidden_size, c.vocab_size)
+        return shapes
+
+    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [N, 1, head_dim] in the model's dtype. The table is made once for the longest position."""
+        if self._rope is None:
+            angles = torch.outer(
+                torch.arange(self.config.max_position, device=self.device, dtype=torch.float32), self.inv_freq
+            )
+            angles = torch.cat((angles, angles), dim=-1)
+            self._rope = (
+                (angles.cos() * self.rope_scale).to(self.dtype),
+                (angles.sin() * self.rope_scale).to(self.dtype),
+            )
+        cos, sin = self._rope
+        return F.embedding(positions, cos).unsqueeze(1), F.embedding(positions, sin).unsqueeze(1)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square normalisation over the last axis (Zhang and Sennrich 2019), statistics in float32."""
+    return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021) in the half-split layout; x [N, heads, head_dim]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class PackedCausal:
+    """Causal attention inside each sequence of a packed batch.
+
+    `lengths` are the token counts of the sequences, in packing order. Products over features run on packed tokens without padding;
+    only the attention itself sees a [sequences, longest] layout. The right padding is never looked at by a real token, so causality
+    is the only mask. With `keep`, the keys and values of every layer stay readable in `kept` ([N, kv_heads, head_dim] each).
+    """
+
+    def __init__(self, lengths: list[int], device: torch.device | str = "cpu", keep: bool = False):
+        self.n, self.longest = len(lengths), max(lengths)
+        self.ragged = any(length != self.longest for length in lengths)
+        sizes = torch.tensor(lengths)
+        row = torch.repeat_interleave(torch.arange(self.n), sizes)
+        starts = torch.cumsum(sizes, 0) - sizes
+        self.positions = (torch.arange(int(sizes.sum())) - starts[row]).to(device)
+        self.slots = (row.to(device) * self.longest) + self.positions
+        self.last = (torch.cumsum(sizes, 0) - 1).to(device)
+        self.kept: list[tuple[Tensor, Tensor]] | None = [] if keep else None
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.kept is not None:
+            self.kept.append((k, v))
+        q, k, v = (self._pad(t).transpose(1, 2) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        flat = out.transpose(1, 2).reshape(self.n * self.longest, q.shape[1], -1)
+        return flat.index_select(0, self.slots) if self.ragged else flat
+
+    def _pad(self, t: Tensor) -> Tensor:
+        if not self.ragged:
+            return t.view(self.n, self.longest, *t.shape[1:])
+        padded = t.new_zeros(self.n * self.longest, *t.shape[1:]).index_copy(0, self.slots, t)
+        return padded.view(self.n, self.longest, *t.shape[1:])

@@ -1,0 +1,1 @@
+"""Config: the typed tree, where its values come from, and other tools' spellings of its keys."""

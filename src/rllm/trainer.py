@@ -1,0 +1,378 @@
+"""The training loop: tasks -> episodes -> groups -> advantages -> rows -> backend -> publish -> next tasks.
+
+Knows the order of things; how each is done lives one call down.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rllm.algorithms.datums import build_datums
+from rllm.algorithms.grouping import Accounting, group_by_role, usable_trajectories
+from rllm.algorithms.metrics import episode_metrics, reward_metrics, validation_metrics
+from rllm.backends.base import AdamParams, Backend, LossSpec
+from rllm.config.load import Resolved, load_config
+from rllm.config.schema import Config
+from rllm.data.dataset import Dataset, load_dataset
+from rllm.errors import ConfigError, DataError, RunError
+from rllm.gateway.server import Gateway
+from rllm.rollout.runner import EpisodeRequest, EpisodeRunner
+from rllm.tracking.run_folder import RunFolder
+from rllm.tracking.trackers import make_trackers
+from rllm.types import Episode, Task
+
+MAX_SKIPPED_STEPS = 3
+
+
+class AgentTrainer:
+    """Trains a flow (or workflow) on the backend that the config names.
+
+    Give `agent_flow` with an `evaluator`, or `workflow_class` (with `workflow_args`). `config` is what `load_config` returns, a
+    `Config`, a dict or an OmegaConf tree. Datasets may be given here or named by ``data.train_files`` and ``data.val_files``.
+    """
+
+    def __init__(
+        self,
+        *,
+        agent_flow: Any = None,
+        workflow_class: type | None = None,
+        workflow_args: dict[str, Any] | None = None,
+        evaluator: Any = None,
+        config: Any = None,
+        train_dataset: Dataset | Sequence[Any] | None = None,
+        val_dataset: Dataset | Sequence[Any] | None = None,
+        backend: str | Backend | None = None,
+    ):
+        if (agent_flow is None) == (workflow_class is None):
+            raise ConfigError("AgentTrainer: give exactly one of agent_flow and workflow_class")
+        if agent_flow is not None and evaluator is None:
+            raise ConfigError("AgentTrainer: agent_flow needs an evaluator (a function decorated with @rllm.evaluator)")
+        overrides = [f"backend={backend}"] if isinstance(backend, str) else []
+        self.resolved = config if isinstance(config, Resolved) and not overrides else load_config(
+            base=config, overrides=overrides
+        )
+        self.config: Config = self.resolved.config
+        self.flow, self.workflow_class, self.workflow_args = agent_flow, workflow_class, workflow_args or {}
+        self.evaluator = evaluator
+        self.train_dataset = _dataset(train_dataset, self.config.data.train_files, "train", self.config)
+        self.val_dataset = _dataset(val_dataset, self.config.data.val_files, "val", self.config)
+        self._given_backend = backend if backend is not None and not isinstance(backend, str) else None
+
+    def train(self) -> dict[str, Any]:
+        """Run to the end (or to Ctrl-C, which saves first) and return what `result.json` holds."""
+        if self.train_dataset is None and not self.config.trainer.val_only:
+            raise DataError("no training tasks: give train_dataset=, or data.train_files=<file or built-in name>")
+        started = time.monotonic()
+        folder = RunFolder.create(self.config, self.resolved)
+        backend = self._given_backend or create_backend(self.config)
+        runner_parts = (self.flow, self.workflow_class, self.workflow_args, self.evaluator)
+        try:
+            with Rollouts(backend, self.config, *runner_parts) as rollouts:
+                return _Run(self, folder, backend, rollouts, started).run()
+        finally:
+            if self._given_backend is None:
+                backend.close()
+
+
+@dataclass
+class _Run:
+    """One run of the loop: what it has counted so far."""
+
+    trainer: AgentTrainer
+    folder: RunFolder
+    backend: Backend
+    rollouts: Rollouts
+    started: float
+    account: Accounting = field(default_factory=Accounting)
+    step: int = 0
+    skipped_in_a_row: int = 0
+    validations: dict[str, dict[str, float]] = field(default_factory=dict)
+    interrupted: bool = False
+
+    def run(self) -> dict[str, Any]:
+        config = self.trainer.config
+        self.trackers = make_trackers(config, self.folder)
+        batches = task_batches(self.trainer.train_dataset, config) if self.trainer.train_dataset else iter(())
+        total = 0 if config.trainer.val_only else total_steps(self.trainer.train_dataset, config)
+        facts = self.backend.describe() | {"notes": self.trainer.resolved.notes}
+        for tracker in self.trackers:
+            tracker.start(facts, total)
+        try:
+            if config.trainer.val_before_train or config.trainer.val_only:
+                self.validations["before"] = self._validate()
+            for self.step in range(1, total + 1):
+                self._train_step(next(batches))
+            if total:
+                self.validations["after"] = self._validate()
+        except KeyboardInterrupt:
+            self.interrupted = True
+            _second_interrupt_kills()
+        return self._finish()
+
+    def _train_step(self, tasks: list[Task]) -> None:
+        config, clock = self.trainer.config, time.monotonic()
+        episodes = self.rollouts.run(tasks, n=config.rollout.n, step=self.step)
+        self.folder.write_episodes(self.step, "train", episodes)
+        rolled_out = time.monotonic()
+        account = Accounting()
+        groups = group_by_role(usable_trajectories(episodes, account))
+        data = build_datums(
+            groups,
+            account,
+            estimator=config.algorithm.adv_estimator,
+            std=config.algorithm.grpo_std,
+            zero_std=config.algorithm.zero_std,
+        )
+        account.check()
+        self.account.add(account)
+        metrics = reward_metrics(groups) | episode_metrics(episodes) | _account_metrics(account)
+        metrics |= self._update(data)
+        updated = time.monotonic()
+        tokens = sum(len(s.response_ids) for e in episodes for t in e.trajectories for s in t.steps)
+        metrics |= {
+            "timing_s/rollout": rolled_out - clock,
+            "timing_s/update": updated - rolled_out,
+            "timing_s/step": updated - clock,
+            "perf/generated_tokens": float(tokens),
+            "perf/tokens_per_s": tokens / max(updated - clock, 1e-9),
+            "perf/rollout_tokens_per_s": tokens / max(rolled_out - clock, 1e-9),
+            "policy_version": float(self.backend.policy_version),
+        }
+        if config.trainer.test_freq and self.step % config.trainer.test_freq == 0:
+            metrics |= self._validate()
+        if config.trainer.save_freq and self.step % config.trainer.save_freq == 0:
+            self._save(self.folder.path / f"adapter-step-{self.step}")
+        self._report(metrics)
+
+    def _update(self, data: list[Any]) -> dict[str, float]:
+        """One optimizer step on `data`, then publish. No row, or a gradient that is not finite: the step is skipped, counted."""
+        if not data:
+            return {"train/skipped_steps": 1.0}
+        config = self.trainer.config
+        metrics = self.backend.forward_backward(data, loss_spec(config))
+        metrics |= self.backend.optim_step(adam_params(config))
+        if not math.isfinite(metrics.get("loss", 0.0)) or not math.isfinite(metrics["grad_norm"]):
+            self.skipped_in_a_row += 1
+            if self.skipped_in_a_row >= MAX_SKIPPED_STEPS:
+                raise RunError(
+                    f"{MAX_SKIPPED_STEPS} steps in a row had a loss or gradient that is not finite "
+                    f"(loss {metrics.get('loss')}, grad_norm {metrics['grad_norm']}); lower optim.lr (now {config.optim.lr})"
+                )
+            return {"train/skipped_steps": 1.0}
+        self.skipped_in_a_row = 0
+        clock = time.monotonic()
+        self.backend.publish()
+        metrics["timing_s/publish"] = time.monotonic() - clock
+        return {f"actor/{name}" if "/" not in name else name: value for name, value in metrics.items()}
+
+    def _validate(self) -> dict[str, float]:
+        dataset = self.trainer.val_dataset
+        if dataset is None:
+            return {}
+        episodes = self.rollouts.run(list(dataset), n=self.trainer.config.rollout.n_val, validation=True)
+        self.folder.write_episodes(self.step, "val", episodes)
+        ks = sorted({1, self.trainer.config.rollout.n_val})
+        return validation_metrics(episodes, ks)
+
+    def _report(self, metrics: dict[str, float]) -> None:
+        line: dict[str, float] = {"step": float(self.step), "seconds": time.monotonic() - self.started} | metrics
+        self.folder.write_metrics(line)
+        for tracker in self.trackers:
+            tracker.step(line)
+
+    def _save(self, path: Path) -> Path:
+        return self.backend.export_adapter(path)
+
+    def _finish(self) -> dict[str, Any]:
+        config = self.trainer.config
+        name = "adapter" if config.lora.rank else "model"
+        saved = self._save(self.folder.path / name) if not config.trainer.val_only else None
+        result: dict[str, Any] = {
+            "val": self.validations,
+            "steps": self.step - 1 if self.interrupted and self.step else self.step,
+            "seconds": round(time.monotonic() - self.started, 2),
+            "adapter": name if saved and config.lora.rank else None,
+            "model": name if saved and not config.lora.rank else None,
+            "accounting": self.account.to_dict(),
+            "interrupted": self.interrupted,
+        }
+        self.folder.write_result(result)
+        for tracker in self.trackers:
+            tracker.finish(result)
+        return result
+
+
+class Rollouts:
+    """Gateway and runner over one backend: tasks in, finished episodes out."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: Config,
+        flow: Any,
+        workflow_class: type | None,
+        workflow_args: dict[str, Any],
+        evaluator: Any,
+    ):
+        self.config = config
+        self.gateway = Gateway(
+            backend,
+            host=config.gateway.host,
+            port=config.gateway.port,
+            max_prompt_length=config.data.max_prompt_length,
+        )
+        self.runner = EpisodeRunner(
+            self.gateway,
+            flow=flow,
+            workflow_class=workflow_class,
+            workflow_args=workflow_args,
+            evaluator=evaluator,
+            config=config,
+        )
+
+    def __enter__(self) -> Rollouts:
+        self.gateway.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.gateway.stop()
+
+    def run(self, tasks: Sequence[Task], *, n: int, step: int = 0, validation: bool = False) -> list[Episode]:
+        """`n` episodes of every task, in task order. Too many failures stop the run with the first traceback."""
+        seed = self.config.trainer.seed
+        label = "val" if validation else str(step)
+        requests = [
+            EpisodeRequest(
+                task=task, uid=f"{task.id}:{k}", seed=stable_seed(seed, label, task.id, k), is_validation=validation
+            )
+            for task in tasks
+            for k in range(n)
+        ]
+        episodes = self.runner.run(requests)
+        failed = [episode for episode in episodes if episode.failed]
+        if failed and len(failed) > self.config.rollout.max_failed_fraction * len(episodes):
+            raise RunError(
+                f"{len(failed)} of {len(episodes)} episodes failed, more than rollout.max_failed_fraction="
+                f"{self.config.rollout.max_failed_fraction}. The first failure (episode {failed[0].id}, "
+                f"{failed[0].termination_reason.value if failed[0].termination_reason else 'unknown'}):\n"
+                f"{failed[0].error or ''}"
+            )
+        return episodes
+
+
+def evaluate(
+    *,
+    agent_flow: Any = None,
+    workflow_class: type | None = None,
+    workflow_args: dict[str, Any] | None = None,
+    evaluator: Any = None,
+    config: Any = None,
+    dataset: Any = None,
+    adapter: str | None = None,
+    ks: Sequence[int] = (1,),
+) -> dict[str, Any]:
+    """Run the flow on a dataset without training: mean metrics, pass@1 and unbiased pass@k.
+
+    `adapter` is a PEFT folder to sample with; None samples the base model alone. ``rollout.n_val`` episodes a task.
+    """
+    resolved = config if isinstance(config, Resolved) else load_config(base=config)
+    config = resolved.config.model_copy(deep=True)
+    config.lora.adapter_path = adapter
+    if adapter is None:
+        config.lora.rank = config.lora.rank or 1
+    config.rollout.n_val = max(config.rollout.n_val, *ks)
+    tasks = _dataset(dataset, config.data.val_files, "val", config)
+    if tasks is None:
+        raise DataError("no tasks to evaluate on: give dataset=, or data.val_files=<file or built-in name>")
+    started = time.monotonic()
+    backend = create_backend(config)
+    try:
+        with Rollouts(backend, config, agent_flow, workflow_class, workflow_args or {}, evaluator) as rollouts:
+            episodes = rollouts.run(list(tasks), n=config.rollout.n_val, validation=True)
+    finally:
+        backend.close()
+    return {
+        "model": config.model.path,
+        "adapter": adapter,
+        "tasks": len(tasks),
+        "episodes": len(episodes),
+        "failed": sum(episode.failed for episode in episodes),
+        "metrics": validation_metrics(episodes, sorted({1, *ks})),
+        "seconds": round(time.monotonic() - started, 2),
+    }
+
+
+def create_backend(config: Config) -> Backend:
+    """The backend that ``config.backend`` names, with its model loaded."""
+    from rllm.backends.local.backend import LocalBackend
+
+    return LocalBackend.create(config)
+
+
+def loss_spec(config: Config) -> LossSpec:
+    a = config.algorithm
+    return LossSpec(name=a.loss, clip_low=a.clip_ratio_low, clip_high=a.clip_ratio_high, aggregation=a.loss_agg_mode)
+
+
+def adam_params(config: Config) -> AdamParams:
+    o = config.optim
+    return AdamParams(o.lr, o.beta1, o.beta2, o.eps, o.weight_decay, o.grad_clip)
+
+
+def task_batches(dataset: Dataset, config: Config) -> Iterator[list[Task]]:
+    """Endless batches of ``data.train_batch_size`` tasks. Each epoch is shuffled anew (seeded); its last batch may be smaller."""
+    seed = config.trainer.seed if config.data.seed is None else config.data.seed
+    epoch = 0
+    while True:
+        tasks = list(dataset.shuffle(stable_seed(seed, "epoch", epoch)) if config.data.shuffle else dataset)
+        for start in range(0, len(tasks), config.data.train_batch_size):
+            yield tasks[start : start + config.data.train_batch_size]
+        epoch += 1
+
+
+def total_steps(dataset: Dataset | None, config: Config) -> int:
+    """``trainer.total_steps``, or the batches in ``trainer.total_epochs`` epochs."""
+    if config.trainer.total_steps is not None:
+        return config.trainer.total_steps
+    return math.ceil(len(dataset or ()) / config.data.train_batch_size) * config.trainer.total_epochs
+
+
+def stable_seed(*parts: object) -> int:
+    """A 63-bit seed that depends on `parts` alone, the same on every machine and run."""
+    digest = hashlib.blake2b(json.dumps([str(part) for part in parts]).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _dataset(given: Any, files: Any, split: str, config: Config) -> Dataset | None:
+    if given is None and files is None:
+        return None
+    dataset = given if isinstance(given, Dataset) else Dataset(given, split=split) if given is not None else None
+    if dataset is None:
+        dataset = load_dataset(files, split=split, seed=config.trainer.seed)
+    if len(dataset) == 0:
+        raise DataError(f"the {split} dataset is empty; give at least one task")
+    if split == "val" and config.data.val_size is not None:
+        dataset = dataset.select(range(min(config.data.val_size, len(dataset))))
+    return dataset
+
+
+def _account_metrics(account: Accounting) -> dict[str, float]:
+    counts = {"generated": account.generated, "trained": account.trained, "stale": account.stale}
+    metrics = {f"samples/{name}": float(value) for name, value in counts.items()}
+    metrics |= {f"samples/dropped/{reason}": float(n) for reason, n in account.dropped.items()}
+    return metrics | {f"samples/failed/{reason}": float(n) for reason, n in account.failed.items()}
+
+
+def _second_interrupt_kills() -> None:
+    """While the first Ctrl-C is being answered by saving, a second one ends the process at once."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
