@@ -220,6 +220,17 @@ class Decoder(nn.Module):
         shapes["lm_head"] = (c.hidden_size, c.vocab_size)
         return shapes
 
+    def block_layout(self) -> dict[tuple[int, str], list[tuple[str, int]]]:
+        """For every (layer, fused block) the (Hugging Face name, output rows) of the matrices stacked in it."""
+        c = self.config
+        return {
+            (i, block): [
+                (f"model.layers.{i}.{name}", rows) for name, rows in zip(names, c.block_rows(block), strict=True)
+            ]
+            for i in range(c.n_layers)
+            for block, names in BLOCKS.items()
+        }
+
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [N, 1, head_dim] in the model's dtype. The table is made once for the longest position."""
         if self._rope is None:

@@ -1,0 +1,338 @@
+"""The sampler: continuous batching over the trained model itself. Requests join and leave the running batch at every token.
+
+Knows token ids; nothing of text (but for stop strings), HTTP or training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rllm.backends.base import BASE, Completion, FinishReason, SamplingParams
+from rllm.backends.local.kv_cache import DecodeAttention, KVCache
+from rllm.backends.local.model import Decoder, LowRank, PackedCausal
+from rllm.backends.local.sampling import BatchParams, sample, uniforms
+
+PREFILL_TOKENS = 8192
+PREFIX_CACHE_BYTES = 256 * 2**20
+# How much text is decoded again to look for stop strings that span tokens.
+STOP_TAIL_TOKENS = 16
+
+
+@dataclass(eq=False)
+class _Request:
+    """One completion under way."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    adapter: str
+    limit: int
+    future: Future[Completion]
+    uniforms: np.ndarray
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        """Where the last sampled token stands in the sequence."""
+        return len(self.prompt) + len(self.ids) - 1
+
+
+@dataclass
+class _Prefix:
+    """What a prefill leaves: keys and values [layers, kv_heads, length, head_dim] and the logits [vocab] after the last token."""
+
+    k: Tensor
+    v: Tensor
+    logits: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes + self.logits.nbytes
+
+
+class Engine:
+    """Samples completions in its own thread. `decode` turns ids into text and is needed for stop strings only."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        eos_ids: Sequence[int],
+        max_batch: int,
+        max_model_len: int,
+        seed: int = 0,
+        decode: Callable[[list[int]], str] | None = None,
+    ):
+        self.model, self.max_batch, self.max_model_len = model, max_batch, max_model_len
+        self.eos_ids, self.decode = frozenset(eos_ids), decode
+        self.version = 0
+        self._adapters: dict[str, LowRank | None] = {BASE: None}
+        self._seeds = np.random.Generator(np.random.Philox(key=seed))
+        self._cache = KVCache(model.config, model.dtype, model.device)
+        self._prefixes: OrderedDict[tuple[str, tuple[int, ...]], _Prefix] = OrderedDict()
+        self._running: list[_Request] = []
+        self._settings: BatchParams | None = None
+        self._waiting: deque[_Request] = deque()
+        self._commands: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._stats = {"generated_tokens": 0, "prefill_tokens": 0, "prefix_hits": 0, "decode_steps": 0, "busy_s": 0.0}
+        self._wake = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop, name="rllm-engine", daemon=True)
+        self._thread.start()
+
+    # Called from any thread
+
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str = BASE) -> Future[Completion]:
+        """Queue one completion. Cancelling the future frees its place in the batch at the next token."""
+        if adapter not in self._adapters:
+            raise ValueError(f"unknown adapter {adapter!r}; published are {', '.join(sorted(self._adapters))}")
+        if not prompt_ids:
+            raise ValueError("the prompt is empty; give at least one token")
+        limit = min(params.max_tokens, self.max_model_len - len(prompt_ids))
+        if limit < 1:
+            raise ValueError(
+                f"the prompt has {len(prompt_ids)} tokens and max_tokens is {params.max_tokens}: "
+                f"nothing fits into the model length of {self.max_model_len}"
+            )
+        vocab = self.model.config.vocab_size
+        if min(prompt_ids) < 0 or max(prompt_ids) >= vocab:
+            raise ValueError(f"a prompt id lies outside the vocabulary of {vocab}")
+        with self._wake:
+            if self._closed:
+                raise RuntimeError("the engine is closed")
+            seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
+            request = _Request(tuple(prompt_ids), params, adapter, limit, Future(), uniforms(seed, limit))
+            self._waiting.append(request)
+            self._wake.notify()
+        return request.future
+
+    async def sample(self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str = BASE) -> Completion:
+        """`submit`, awaited in the caller's event loop."""
+        return await asyncio.wrap_future(self.submit(prompt_ids, params, adapter))
+
+    def publish(self, adapters: Mapping[str, LowRank | None], version: int) -> None:
+        """From the next token on, sample with these adapters; returns once that is so. Prompts read under old weights are forgotten."""
+
+        def apply() -> None:
+            self._adapters = {BASE: None, **adapters}
+            self.version = version
+            self._prefixes.clear()
+
+        done: Future[None] = Future()
+        with self._wake:
+            if self._closed:
+                raise RuntimeError("the engine is closed")
+            self._commands.append((apply, done))
+            self._wake.notify()
+        done.result()
+
+    def stats(self) -> dict[str, float]:
+        """Counts since the start: tokens generated and prefilled, prefix hits, decode steps, seconds at work."""
+        return dict(self._stats)
+
+    def close(self) -> None:
+        """End the thread; what was not finished fails."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join()
+
+    # In the engine's thread
+
+    def _loop(self) -> None:
+        with torch.inference_mode():
+            while True:
+                with self._wake:
+                    self._wake.wait_for(lambda: self._closed or self._commands or self._waiting or self._running)
+                    if self._closed:
+                        break
+                    commands, self._commands = list(self._commands), deque()
+                for apply, done in commands:
+                    apply()
+                    done.set_result(None)
+                started = time.perf_counter()
+                try:
+                    self._drop_cancelled()
+                    self._admit()
+                    if self._running:
+                        self._decode_step()
+                except Exception as error:  # a failed step must fail its requests, not end the thread silently
+                    for request in self._running:
+                        _fail(request, error)
+                    self._set_running([])
+                self._stats["busy_s"] += time.perf_counter() - started
+        for request in [*self._running, *self._waiting]:
+            _fail(request, RuntimeError("the engine was closed"))
+        for _, done in self._commands:
+            done.set_exception(RuntimeError("the engine was closed"))
+
+    def _set_running(self, requests: list[_Request]) -> None:
+        self._running = requests
+        self._settings = None
+
+    def _batch_params(self) -> BatchParams:
+        if self._settings is None:
+            vocab, device = self.model.config.vocab_size, self.model.device
+            self._settings = BatchParams.of([r.params for r in self._running], vocab, device)
+        return self._settings
+
+    def _drop_cancelled(self) -> None:
+        gone = [i for i, request in enumerate(self._running) if request.future.cancelled()]
+        if gone:
+            self._remove(gone)
+
+    def _admit(self) -> None:
+        """Let waiting requests join: prefill the prompts not yet known (each once), then sample their first tokens."""
+        fresh: list[_Request] = []
+        while self._waiting and len(self._running) + len(fresh) < self.max_batch:
+            request = self._waiting.popleft()
+            if not request.future.cancelled():
+                fresh.append(request)
+        if not fresh:
+            return
+        try:
+            prefixes = self._prefill(fresh)
+            first = len(self._running)
+            longest = max(len(r.prompt) + 1 for r in fresh)
+            self._cache.reserve(first + len(fresh), longest)
+            for slot, request in enumerate(fresh, first):
+                prefix = prefixes[request.adapter, request.prompt]
+                self._cache.fill(slot, prefix.k, prefix.v)
+            logits = torch.stack([prefixes[r.adapter, r.prompt].logits for r in fresh])
+        except Exception as error:
+            for request in fresh:
+                _fail(request, error)
+            return
+        self._set_running(self._running + fresh)
+        settings = BatchParams.of([r.params for r in fresh], self.model.config.vocab_size, self.model.device)
+        self._take_tokens(logits, settings, list(range(first, first + len(fresh))))
+
+    def _prefill(self, requests: Sequence[_Request]) -> dict[tuple[str, tuple[int, ...]], _Prefix]:
+        """The prefix of every request's prompt, from the cache or computed: packed, under a token budget, per adapter."""
+        found: dict[tuple[str, tuple[int, ...]], _Prefix] = {}
+        missing: dict[str, list[tuple[int, ...]]] = {}
+        for request in requests:
+            key = (request.adapter, request.prompt)
+            if key in found or request.prompt in missing.get(request.adapter, ()):
+                self._stats["prefix_hits"] += 1
+            elif key in self._prefixes:
+                self._stats["prefix_hits"] += 1
+                self._prefixes.move_to_end(key)
+                found[key] = self._prefixes[key]
+            else:
+                missing.setdefault(request.adapter, []).append(request.prompt)
+        for adapter, prompts in missing.items():
+            prompts.sort(key=len)
+            batch: list[tuple[int, ...]] = []
+            for prompt in [*prompts, None]:
+                if batch and (prompt is None or (len(batch) + 1) * len(prompt) > PREFILL_TOKENS):
+                    for text, prefix in zip(batch, self._prefill_batch(batch, adapter), strict=True):
+                        found[adapter, text] = self._prefixes[adapter, text] = prefix
+                    batch = []
+                if prompt is not None:
+                    batch.append(prompt)
+        held = sum(prefix.nbytes for prefix in self._prefixes.values())
+        while held > PREFIX_CACHE_BYTES:
+            held -= self._prefixes.popitem(last=False)[1].nbytes
+        return found
+
+    def _prefill_batch(self, prompts: Sequence[tuple[int, ...]], adapter: str) -> list[_Prefix]:
+        device = self.model.device
+        lengths = [len(prompt) for prompt in prompts]
+        attend = PackedCausal(lengths, device, keep=True)
+        ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
+        hidden = self.model(ids, attend.positions, attend, self._adapters[adapter])
+        logits = self.model.logits(hidden.index_select(0, attend.last))
+        assert attend.kept is not None
+        k = torch.stack([keys for keys, _ in attend.kept]).transpose(1, 2).split(lengths, dim=2)
+        v = torch.stack([values for _, values in attend.kept]).transpose(1, 2).split(lengths, dim=2)
+        self._stats["prefill_tokens"] += sum(lengths)
+        # Clones: a view would keep the whole batch alive as long as one prompt of it is cached.
+        return [_Prefix(a.clone(), b.clone(), row.clone()) for a, b, row in zip(k, v, logits, strict=True)]
+
+    def _decode_step(self) -> None:
+        """One token for every running request."""
+        running, device = self._running, self.model.device
+        positions = [request.position for request in running]
+        longest = max(positions) + 1
+        self._cache.reserve(len(running), longest)
+        ids = torch.tensor([request.ids[-1] for request in running], device=device)
+        where = torch.tensor(positions, device=device)
+        names = {request.adapter for request in running}
+        if len(names) == 1:
+            attend = DecodeAttention(self._cache, where, longest)
+            logits = self.model.logits(self.model(ids, where, attend, self._adapters[names.pop()]))
+        else:
+            logits = torch.empty(len(running), self.model.config.vocab_size, device=device)
+            for name in names:
+                rows = torch.tensor([i for i, r in enumerate(running) if r.adapter == name], device=device)
+                attend = DecodeAttention(self._cache, where[rows], longest, rows)
+                logits[rows] = self.model.logits(self.model(ids[rows], where[rows], attend, self._adapters[name]))
+        self._stats["decode_steps"] += 1
+        self._take_tokens(logits, self._batch_params(), list(range(len(running))))
+
+    def _take_tokens(self, logits: Tensor, settings: BatchParams, slots: list[int]) -> None:
+        """Sample one token for each of `slots` from its row of `logits`; finish and remove what is done."""
+        rows = [self._running[slot] for slot in slots]
+        u = torch.tensor([r.uniforms[len(r.ids)] for r in rows], dtype=torch.float64, device=logits.device)
+        sampled, logprobs = sample(logits, settings, u)
+        finished: list[int] = []
+        for slot, request, token, logprob in zip(slots, rows, sampled.tolist(), logprobs.tolist(), strict=True):
+            request.ids.append(token)
+            request.logprobs.append(logprob)
+            request.versions.append(self.version)
+            reason = self._finish_reason(request)
+            if reason is not None:
+                finished.append(slot)
+                _finish(request, reason)
+        self._stats["generated_tokens"] += len(rows)
+        if finished:
+            self._remove(finished)
+
+    def _finish_reason(self, request: _Request) -> FinishReason | None:
+        token = request.ids[-1]
+        if token in self.eos_ids or token in request.params.stop_token_ids:
+            return "stop"
+        if request.params.stop and self.decode is not None:
+            tail = self.decode(request.ids[-STOP_TAIL_TOKENS - max(map(len, request.params.stop)) :])
+            if any(stop in tail for stop in request.params.stop):
+                return "stop"
+        return "length" if len(request.ids) >= request.limit else None
+
+    def _remove(self, slots: Sequence[int]) -> None:
+        """Free slots; the last running row moves into each hole, so that the running ones stay together."""
+        running = list(self._running)
+        for slot in sorted(slots, reverse=True):
+            last = running.pop()
+            if slot < len(running):
+                self._cache.move(len(running), slot, last.position)
+                running[slot] = last
+        self._set_running(running)
+
+
+def _finish(request: _Request, reason: FinishReason) -> None:
+    try:
+        request.future.set_result(Completion(request.ids, request.logprobs, request.versions, reason))
+    except InvalidStateError:  # cancelled in this very moment
+        pass
+
+
+def _fail(request: _Request, error: Exception) -> None:
+    try:
+        request.future.set_exception(error)
+    except InvalidStateError:
+        pass
+
+

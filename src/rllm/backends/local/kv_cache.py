@@ -1,0 +1,79 @@
+"""Keys and values of the running sequences, one slot each, and attention over them.
+
+Slots 0..n-1 are the running ones, so decoding reads views and copies nothing. Knows no requests.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rllm.backends.local.model import DecoderConfig
+
+POSITION_STEP = 64
+
+
+class KVCache:
+    """Grows on demand in slots and positions. `k` and `v` are [layers, slots, kv_heads, positions, head_dim]."""
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device):
+        self.config = config
+        # Zeros, not garbage: a masked position still meets its value with weight 0, and 0 * NaN is NaN.
+        shape = (config.n_layers, 0, config.n_kv_heads, 0, config.head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+
+    def reserve(self, slots: int, positions: int) -> None:
+        """Make room for `slots` sequences of `positions` tokens; what is stored stays."""
+        have_slots, have_positions = self.k.shape[1], self.k.shape[3]
+        if slots <= have_slots and positions <= have_positions:
+            return
+        if slots > have_slots:
+            slots = max(slots, 2 * have_slots)
+        if positions > have_positions:
+            positions = -(-max(positions, have_positions * 3 // 2) // POSITION_STEP) * POSITION_STEP
+        slots, positions = max(slots, have_slots), max(positions, have_positions)
+        for name in ("k", "v"):
+            old: Tensor = getattr(self, name)
+            new = old.new_zeros(*old.shape[:1], slots, old.shape[2], positions, old.shape[4])
+            new[:, :have_slots, :, :have_positions] = old
+            setattr(self, name, new)
+
+    def fill(self, slot: int, k: Tensor, v: Tensor) -> None:
+        """Put the keys and values of a prompt, [layers, kv_heads, length, head_dim], at the start of a slot."""
+        self.k[:, slot, :, : k.shape[2]] = k
+        self.v[:, slot, :, : v.shape[2]] = v
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of one slot into another."""
+        self.k[:, target, :, :length] = self.k[:, source, :, :length]
+        self.v[:, target, :, :length] = self.v[:, source, :, :length]
+
+
+class DecodeAttention:
+    """Attention of one new token per sequence over its slot: writes its key and value first.
+
+    `positions` [n] is where the new token of each row stands; `rows` names the slots, None meaning slots 0..n-1.
+    """
+
+    def __init__(self, cache: KVCache, positions: Tensor, longest: int, rows: Tensor | None = None):
+        self.cache, self.positions, self.longest = cache, positions, longest
+        self.rows = rows
+        self.slots = torch.arange(len(positions), device=positions.device) if rows is None else rows
+        visible = torch.arange(longest, device=positions.device) <= positions.unsqueeze(1)
+        mask = torch.zeros(visible.shape, dtype=cache.k.dtype, device=positions.device)
+        self.mask = mask.masked_fill_(~visible, float("-inf"))[:, None, None, :]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = self.cache.k[layer], self.cache.v[layer]
+        keys[self.slots, :, self.positions] = k
+        values[self.slots, :, self.positions] = v
+        n, heads, size = q.shape
+        pick = slice(n) if self.rows is None else self.rows
+        # The query heads that share a key head are laid out as its queries: grouped attention without copying keys.
+        grouped = q.view(n, k.shape[1], heads // k.shape[1], size)
+        out = F.scaled_dot_product_attention(
+            grouped, keys[pick, :, : self.longest], values[pick, :, : self.longest], attn_mask=self.mask
+        )
+        return out.reshape(n, heads, size)

@@ -1,0 +1,82 @@
+"""Which linear layers get an adapter. The rules are PEFT's, since its files are ours.
+
+Works on names alone: knows no tensors.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+
+from rllm.errors import ConfigError
+
+ALL_LINEAR = "all-linear"
+OUTPUT_HEAD = "lm_head"
+
+
+def match_modules(
+    names: Sequence[str],
+    target: str | Sequence[str] = ALL_LINEAR,
+    exclude: str | Sequence[str] | None = None,
+) -> list[str]:
+    """The names that are adapted, in the order of `names`.
+
+    A string is a regular expression that must match the whole dotted name, ``all-linear`` means every layer but the output head; a
+    list holds names or dotted suffixes. Exclusion follows the same rules and wins. An entry that matches nothing is an error.
+    """
+    if target == ALL_LINEAR:
+        chosen = [name for name in names if name.rpartition(".")[2] != OUTPUT_HEAD]
+    elif isinstance(target, str):
+        pattern = _compile(target, "target_modules")
+        chosen = [name for name in names if pattern.fullmatch(name)]
+        if not chosen:
+            raise ConfigError(_nothing_matches(target, names, "as a full-match regular expression"))
+    else:
+        for entry in target:
+            if entry == ALL_LINEAR:
+                raise ConfigError(
+                    f"lora.target_modules: {ALL_LINEAR!r} stands alone; write target_modules={ALL_LINEAR} instead of a list"
+                )
+            if not any(_is_suffix(name, entry) for name in names):
+                raise ConfigError(_nothing_matches(entry, names, "as a name or dotted suffix"))
+        chosen = [name for name in names if any(_is_suffix(name, entry) for entry in target)]
+    left = [name for name in chosen if not is_excluded(name, exclude)]
+    if not left:
+        raise ConfigError(
+            f"lora.target_modules={target!r} and lora.exclude_modules={exclude!r} together leave no module to train; "
+            f"the model has {', '.join(leaf_names(names))}"
+        )
+    return left
+
+
+def is_excluded(name: str, exclude: str | Sequence[str] | None) -> bool:
+    """Whether `exclude` (full-match regex, or list of names and suffixes) names this module."""
+    if not exclude:
+        return False
+    if isinstance(exclude, str):
+        return _compile(exclude, "exclude_modules").fullmatch(name) is not None
+    return any(_is_suffix(name, entry) for entry in exclude)
+
+
+def leaf_names(names: Iterable[str]) -> list[str]:
+    """The distinct last parts of dotted names, in order."""
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+def _is_suffix(name: str, entry: str) -> bool:
+    return name == entry or name.endswith("." + entry)
+
+
+def _compile(pattern: str, key: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"lora.{key}: {pattern!r} is no valid regular expression ({error})") from error
+
+
+def _nothing_matches(entry: str, names: Sequence[str], how: str) -> str:
+    leaves = leaf_names(names)
+    near = difflib.get_close_matches(entry, leaves, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"lora.target_modules: {entry!r} matches no module {how}{hint} The model has {', '.join(leaves)}"
