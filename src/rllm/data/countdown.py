@@ -13,9 +13,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from rllm.data.dataset import Dataset
+from rllm.errors import DataError
 
 OPERATORS = "+-*/"
 VALIDATION_SHARE = 0.2
+SPLITS = ("train", "val")
+MAX_NUMBERS = 5  # the search over all derivations grows with the factorial of this
+MAX_MISSES = 10_000
 
 
 @dataclass(frozen=True)
@@ -91,14 +95,41 @@ def problems(
     split: str, seed: int, n_numbers: int = 3, max_number: int = 10, max_target: int = 40
 ) -> Iterator[tuple[list[int], int]]:
     """Endless random (numbers, target) of a split (``train`` or ``val``): numbers 1..max_number, target 1..max_target, reachable
-    through whole, non-negative intermediate results."""
+    through whole, non-negative intermediate results.
+
+    Raises `DataError` for a split, size or limit that has no problems.
+    """
+    if split not in SPLITS:
+        raise DataError(f"countdown: split {split!r} does not exist; use {' or '.join(SPLITS)}")
+    if not (1 <= n_numbers <= MAX_NUMBERS and max_number >= 1 and max_target >= 1):
+        raise DataError(
+            f"countdown: n_numbers={n_numbers}, max_number={max_number}, max_target={max_target}; allowed are "
+            f"1 to {MAX_NUMBERS} numbers and limits of at least 1"
+        )
     rng = random.Random(f"countdown/{split}/{seed}")
-    while True:
+    misses = 0
+    while misses < MAX_MISSES:
+        misses += 1
         numbers = [rng.randint(1, max_number) for _ in range(n_numbers)]
-        targets = sorted({int(d.value) for d in derivations(numbers) if plain(d) and 1 <= d.value <= max_target})
+        targets = sorted(value for value in _plain_values(tuple(numbers)) if 1 <= value <= max_target)
         targets = [t for t in targets if is_validation(numbers, t) == (split == "val")]
         if targets:
+            misses = 0
             yield numbers, rng.choice(targets)
+    raise DataError(f"countdown: no {split} problem with {n_numbers} numbers up to {max_number}, target up to {max_target}")
+
+
+def _plain_values(numbers: tuple[int, ...]) -> set[int]:
+    """Every value that all of `numbers` reach through whole, non-negative intermediate results."""
+    if len(numbers) == 1:
+        return set(numbers)
+    values: set[int] = set()
+    for i, j in itertools.combinations(range(len(numbers)), 2):
+        rest = tuple(n for k, n in enumerate(numbers) if k not in (i, j))
+        high, low = max(numbers[i], numbers[j]), min(numbers[i], numbers[j])
+        for result in {high + low, high - low, high * low, *([high // low] if low and high % low == 0 else [])}:
+            values |= _plain_values((result, *rest))
+    return values
 
 
 def plain(derivation: Derivation) -> bool:
@@ -120,7 +151,10 @@ def countdown(
     max_number: int = 10,
     max_target: int = 40,
 ) -> Dataset:
-    """`n` distinct problems of a split. Metadata: ``question``, ``nums``, ``target``, ``data_source``."""
+    """`n` distinct problems of a split (``train`` or ``val``; no seed makes them overlap). Metadata: ``question``, ``nums``,
+    ``target``, ``data_source``. Raises `DataError` where there are not that many."""
+    if n < 1:
+        raise DataError(f"countdown: {n} problems asked for; ask for at least 1")
     rows: dict[str, dict[str, object]] = {}
     for tries, (numbers, target) in enumerate(problems(split, seed, n_numbers, max_number, max_target)):
         key = f"countdown-{'-'.join(map(str, numbers))}-{target}"
@@ -135,6 +169,8 @@ def countdown(
                 "data_source": "countdown",
             },
         )
-        if len(rows) == n or tries > 100 * n:
+        if len(rows) == n:
             break
+        if tries > 100 * n + 1000:
+            raise DataError(f"countdown: found only {len(rows)} of {n} {split} problems; raise max_number or max_target")
     return Dataset(list(rows.values()), name="countdown", split=split)

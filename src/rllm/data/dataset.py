@@ -6,9 +6,11 @@ Knows rows and tasks; nothing of models or rewards.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from rllm.types import Task
 TEXT_FIELDS = ("instruction", "question", "prompt", "problem")
 BUILT_IN = ("countdown",)
 DEFAULT_SIZES = {"train": 4096, "val": 256}
+FILE_KINDS = (".jsonl", ".json", ".csv", ".parquet")
 
 
 class Dataset(Sequence[Task]):
@@ -51,6 +54,11 @@ class Dataset(Sequence[Task]):
         """The tasks at `indices`, in that order."""
         return self._like([self.tasks[i] for i in indices])
 
+    def repeat(self, times: int) -> Dataset:
+        """Every task `times` times in a row. Copies are tasks of their own (``id#1``, ``id#2``, ...), so groups stay apart."""
+        copies = (replace(task, id=f"{task.id}#{k}" if k else task.id) for task in self.tasks for k in range(times))
+        return self._like(list(copies))
+
     def _like(self, tasks: list[Task]) -> Dataset:
         return Dataset(tasks, self.name, self.split)
 
@@ -79,12 +87,13 @@ def load_dataset(spec: str | Sequence[str], split: str = "train", seed: int = 0,
     if isinstance(spec, str) and spec in BUILT_IN:
         from rllm.data.countdown import countdown
 
-        return countdown(split, size or DEFAULT_SIZES[split], seed if split == "train" else 0)
+        return countdown(split, size or DEFAULT_SIZES.get(split, 1), seed if split == "train" else 0)
     tasks: list[Task] = []
     for name in [spec] if isinstance(spec, str) else spec:
         path = Path(name).expanduser()
         if not path.is_file():
-            raise DataError(f"data file {name!r} does not exist; give a file or a built-in name ({', '.join(BUILT_IN)})")
+            state = "is a folder" if path.is_dir() else "does not exist"
+            raise DataError(f"data file {name!r} {state}; give a file or a built-in name ({', '.join(BUILT_IN)})")
         rows = list(_read(path))
         if not rows:
             raise DataError(f"{path}: no rows; give at least one task")
@@ -94,34 +103,58 @@ def load_dataset(spec: str | Sequence[str], split: str = "train", seed: int = 0,
 
 def _read(path: Path) -> Iterator[tuple[str, Any]]:
     """(place, row) of every row of a file."""
-    if path.suffix == ".jsonl":
+    kind = path.suffix.lower()
+    if kind == ".jsonl":
         return read_jsonl(path)
-    if path.suffix == ".json":
-        rows = _parse_json(path.read_text(encoding="utf-8-sig"), str(path))
+    if kind == ".json":
+        rows = _parse_json(_text(path), str(path))
         if not isinstance(rows, list):
             raise DataError(f"{path}: found {type(rows).__name__}; a .json file must hold a list of rows")
         return ((f"{path}:row {i}", row) for i, row in enumerate(rows, 1))
-    if path.suffix == ".csv":
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            return iter([(f"{path}:{i}", row) for i, row in enumerate(csv.DictReader(file), 2)])
-    if path.suffix == ".parquet":
-        try:
-            import pyarrow.parquet as parquet
-        except ImportError as error:
-            raise DataError(f"{path}: reading Parquet needs pyarrow; pip install pyarrow, or convert to JSONL") from error
-        return ((f"{path}:row {i}", row) for i, row in enumerate(parquet.read_table(path).to_pylist(), 1))
-    raise DataError(f"{path}: unknown kind {path.suffix!r}; use .jsonl, .json, .csv or .parquet")
+    if kind == ".csv":
+        return _read_csv(path)
+    if kind == ".parquet":
+        return _read_parquet(path)
+    raise DataError(f"{path}: unknown kind {path.suffix!r}; use {', '.join(FILE_KINDS)}")
+
+
+def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
+    reader = csv.DictReader(io.StringIO(_text(path), newline=""), strict=True)
+    try:
+        for row in reader:
+            where = f"{path}:{reader.line_num}"  # the line on which the row ends; a quoted cell may span several
+            if None in row:
+                raise DataError(f"{where}: more cells than the header has columns; quote text that holds commas")
+            yield where, row
+    except csv.Error as error:
+        raise DataError(f"{path}:{reader.line_num}: not valid CSV: {error}") from error
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise DataError(f"{path}: reading Parquet needs pyarrow; pip install pyarrow, or convert to JSONL") from error
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: not a readable Parquet file: {error}") from error
+    return ((f"{path}:row {i}", row) for i, row in enumerate(rows, 1))
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
     """("file:line", value) of every line. Only newline characters end a line (not U+2028); blank lines and a BOM are skipped."""
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8") from error
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(_text(path).split("\n"), 1):
         if line.strip(" \t\r"):
             yield f"{path}:{number}", _parse_json(line, f"{path}:{number}")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8") from error
 
 
 def _parse_json(text: str, where: str) -> Any:
@@ -129,3 +162,5 @@ def _parse_json(text: str, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not valid JSON at column {error.colno}: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or nesting without end
+        raise DataError(f"{where}: JSON that cannot be read: {error}") from error

@@ -71,7 +71,7 @@ class LocalBackend:
             raise ModelError(
                 f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, the model {model.config.vocab_size}"
             )
-        adapters = {DEFAULT_ADAPTER: create_adapter(model, config)} if config.lora.rank else {}
+        adapters = {DEFAULT_ADAPTER: create_adapter(model, config.lora, config.trainer.seed)} if config.lora.rank else {}
         return cls(config, folder, model, tokenizer, adapters)
 
     async def sample(
@@ -195,9 +195,8 @@ class LocalBackend:
         return gap
 
 
-def create_adapter(model: Decoder, config: Config) -> LoraAdapter:
-    """The adapter that ``config.lora`` asks for, from ``lora.adapter_path`` if given, else fresh."""
-    lora: LoraConfig = config.lora
+def create_adapter(model: Decoder, lora: LoraConfig, seed: int) -> LoraAdapter:
+    """The adapter that `lora` asks for, from ``lora.adapter_path`` if given, else fresh."""
     shapes = model.linear_shapes()
     modules = match_modules(list(shapes), lora.target_modules, lora.exclude_modules)
     if OUTPUT_HEAD in modules:
@@ -211,7 +210,7 @@ def create_adapter(model: Decoder, config: Config) -> LoraAdapter:
         model.block_layout(),
         rank=lora.rank,
         alpha=lora.alpha,
-        seed=config.trainer.seed,
+        seed=seed,
         device=model.device,
     )
     if lora.adapter_path:

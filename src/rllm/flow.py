@@ -1,0 +1,209 @@
+"""How a user's code becomes something that runs: the `rollout` and `evaluator` decorators and the `Workflow` class.
+
+Knows the user's words only; where the model is comes in through `AgentConfig` or the rollout engine.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import copy
+import inspect
+import math
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any, Protocol
+
+from rllm.types import (
+    DEFAULT_TRAJECTORY_NAME,
+    AgentConfig,
+    Episode,
+    EvalOutput,
+    Message,
+    ModelOutput,
+    Task,
+    TerminationReason,
+    Trajectory,
+)
+
+
+class EvaluationError(Exception):
+    """An evaluator gave something that is no reward. The episode then counts as failed, never as a reward of 0."""
+
+
+async def _call(fn: Callable[..., Any], *args: Any) -> Any:
+    """Await an async function; run a sync one in a thread, so that it may block."""
+    if inspect.iscoroutinefunction(fn):
+        return await fn(*args)
+    result = await asyncio.to_thread(fn, *args)
+    return await result if inspect.isawaitable(result) else result
+
+
+class RolloutFlow:
+    """A decorated flow: ``await flow.arun(task, config)`` gives an `Episode`; ``flow.run`` is the same for sync code."""
+
+    def __init__(self, fn: Callable[..., Any], name: str):
+        self.fn, self.name = fn, name
+        self.__doc__, self.__name__ = fn.__doc__, getattr(fn, "__name__", name)
+
+    def __call__(self, task: Task, config: AgentConfig) -> Any:
+        return self.fn(task, config)
+
+    def run(self, task: Task, config: AgentConfig) -> Episode:
+        return asyncio.run(self.arun(task, config))
+
+    async def arun(self, task: Task, config: AgentConfig) -> Episode:
+        """Run once. The flow may return an Episode, a Trajectory, a list of them, or nothing (steps then come from the record)."""
+        result = await _call(self.fn, task, config)
+        if isinstance(result, Episode):
+            episode = result
+        elif isinstance(result, Trajectory):
+            episode = Episode(trajectories=[result])
+        elif isinstance(result, list) and result and all(isinstance(item, Trajectory) for item in result):
+            episode = Episode(trajectories=result)
+        elif result is None:
+            episode = Episode(trajectories=[Trajectory()])
+        else:
+            raise TypeError(
+                f"flow {self.name!r} returned {type(result).__name__}; return an Episode, a Trajectory, a list of "
+                "Trajectory, or nothing"
+            )
+        for trajectory in episode.trajectories:
+            if trajectory.name == DEFAULT_TRAJECTORY_NAME:
+                trajectory.name = self.name
+        return episode
+
+
+def rollout(fn: Callable[..., Any] | None = None, *, name: str | None = None) -> Any:
+    """Mark ``fn(task, config)``, sync or async, as a flow. `name` (default: the function's) names trajectories that have none."""
+
+    def wrap(function: Callable[..., Any]) -> RolloutFlow:
+        return RolloutFlow(function, name or function.__name__)
+
+    return wrap if fn is None else wrap(fn)
+
+
+class Evaluator:
+    """A decorated evaluator: ``await evaluator.aevaluate(task, episode)`` gives an `EvalOutput`."""
+
+    def __init__(self, fn: Callable[..., Any], name: str):
+        self.fn, self.name = fn, name
+        self.__doc__, self.__name__ = fn.__doc__, getattr(fn, "__name__", name)
+
+    def __call__(self, task: Task, episode: Episode) -> Any:
+        return self.fn(task, episode)
+
+    def evaluate(self, task: Task, episode: Episode) -> EvalOutput:
+        return asyncio.run(self.aevaluate(task, episode))
+
+    async def aevaluate(self, task: Task, episode: Episode) -> EvalOutput:
+        """Run once. Allowed results: EvalOutput, a number or bool (right when above 0), or ``(reward, is_correct)``."""
+        result = await _call(self.fn, task, episode)
+        where = f"evaluator {self.name!r}, task {task.id!r}"
+        if isinstance(result, EvalOutput):
+            output = result
+            output.reward = as_reward(output.reward, where)
+        elif isinstance(result, tuple):
+            if len(result) != 2 or not isinstance(result[1], (bool, int)):
+                raise EvaluationError(f"{where}: returned {result!r}; a tuple must be (reward, is_correct)")
+            output = EvalOutput(as_reward(result[0], where), bool(result[1]))
+        else:
+            reward = as_reward(result, where)
+            output = EvalOutput(reward, reward > 0)
+        for signal in output.signals:
+            signal.value = as_reward(signal.value, f"{where}, signal {signal.name!r}")
+        return output
+
+
+def evaluator(fn: Callable[..., Any] | None = None, *, name: str | None = None) -> Any:
+    """Mark ``fn(task, episode)``, sync or async, as the evaluator."""
+
+    def wrap(function: Callable[..., Any]) -> Evaluator:
+        return Evaluator(function, name or function.__name__)
+
+    return wrap if fn is None else wrap(fn)
+
+
+def as_reward(value: Any, where: str) -> float:
+    """`value` as a finite float: numbers, bools, and one-element numpy or torch values are taken, all else is an `EvaluationError`."""
+    number = value
+    if not isinstance(value, (bool, int, float)) and callable(getattr(value, "item", None)):
+        try:
+            number = value.item()
+        except (ValueError, RuntimeError) as error:
+            raise EvaluationError(f"{where}: returned {type(value).__name__} of several elements; give one") from error
+    if not isinstance(number, (bool, int, float)):
+        raise EvaluationError(
+            f"{where}: returned {value!r} ({type(value).__name__}); allowed are a finite number, a bool, "
+            "(reward, is_correct) or EvalOutput"
+        )
+    if not math.isfinite(number):
+        raise EvaluationError(f"{where}: returned {value!r}; a reward must be finite (raise instead if it failed)")
+    return float(number)
+
+
+def apply_evaluation(episode: Episode, output: EvalOutput) -> None:
+    """Take over an evaluation: rewards given earlier stay, the others become `output.reward`; signals become metrics."""
+    for trajectory in episode.trajectories:
+        if trajectory.reward is None:
+            trajectory.reward = output.reward
+        trajectory.reward = as_reward(trajectory.reward, f"reward of trajectory {trajectory.name!r} of {episode.id}")
+    episode.is_correct = output.is_correct
+    episode.metrics |= {signal.name: signal.value for signal in output.signals}
+    episode.metadata |= output.metadata
+    episode.termination_reason = episode.termination_reason or TerminationReason.ENV_DONE
+
+
+class RolloutEngine(Protocol):
+    """What a workflow calls the model through."""
+
+    async def get_model_response(self, messages: list[Message], **sampling: Any) -> ModelOutput: ...
+
+
+class Workflow(abc.ABC):
+    """The class form of a flow. One fresh instance runs one episode, so nothing leaks from one task to the next.
+
+    Rewards are set on the trajectories (or on their steps: then their sum counts). `commit` keeps a trajectory even if `run` ends
+    early by an exception.
+    """
+
+    def __init__(self, rollout_engine: RolloutEngine, executor: Executor | None = None, **kwargs: Any):
+        self.rollout_engine, self.executor = rollout_engine, executor
+        self.options = kwargs
+        self.committed: list[Trajectory] = []
+        self.task: Any = None
+        self.uid = ""
+
+    def reset(self, task: dict[str, Any], uid: str) -> None:
+        """Called before `run`; override to prepare agents and environments, and call super."""
+        self.task, self.uid, self.committed = task, uid, []
+
+    @abc.abstractmethod
+    async def run(self, task: dict[str, Any], uid: str, **kwargs: Any) -> Episode | None:
+        """One attempt at `task`. None: the committed trajectories are the episode."""
+
+    def commit(self, name: str | None = None, trajectory: Trajectory | None = None) -> None:
+        """Keep a copy of `trajectory` as it is now."""
+        if trajectory is None:
+            raise ValueError("commit needs trajectory=")
+        kept = copy.deepcopy(trajectory)
+        kept.name = name or kept.name
+        self.committed.append(kept)
+
+    async def run_in_executor(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Run blocking code in the executor (a thread by default)."""
+        return await asyncio.get_running_loop().run_in_executor(self.executor, fn, *args)
+
+
+def apply_workflow_rewards(episode: Episode) -> None:
+    """Trajectories without a reward get the sum of their steps' rewards; metrics default to the mean reward per role."""
+    for trajectory in episode.trajectories:
+        if trajectory.reward is None:
+            trajectory.reward = sum(step.reward for step in trajectory.steps)
+        trajectory.reward = as_reward(trajectory.reward, f"reward of trajectory {trajectory.name!r} of {episode.id}")
+    if not episode.metrics:
+        roles = dict.fromkeys(t.name for t in episode.trajectories)
+        for role in roles:
+            rewards = [float(t.reward or 0.0) for t in episode.trajectories if t.name == role]
+            episode.metrics[f"{role}_acc"] = sum(rewards) / len(rewards)
+    episode.termination_reason = episode.termination_reason or TerminationReason.ENV_DONE

@@ -1,0 +1,240 @@
+"""Supervised fine-tuning on chats: cross-entropy on the assistant's tokens, with LoRA or on all weights.
+
+Knows chats and the learner; nothing of rewards or sampling.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rllm.algorithms.spec import DEFAULT_ADAPTER, Datum, LossSpec
+from rllm.config.schema import LoraConfig, ModelConfig, OptimConfig, Section
+from rllm.data.dataset import read_jsonl
+from rllm.errors import ConfigError, DataError, RunError
+
+# Below this many rows starting worker processes costs more than it saves.
+PARALLEL_ROWS = 20_000
+ROWS_PER_JOB = 2_000
+
+
+class SftDataConfig(Section):
+    train_files: str | list[str] | None = Field(None, description="JSONL file(s) of {'messages': [...]} chats")
+    max_length: int = Field(1024, gt=1, description="Longest chat in tokens; a longer one is left out and counted")
+    batch_tokens: int = Field(16384, gt=0, description="Tokens per optimizer step, prompts included")
+    workers: int = Field(1, gt=0, description="Processes that tokenise")
+
+
+class SftOptimConfig(OptimConfig):
+    lr: float = Field(1e-4, gt=0, description="Peak learning rate of AdamW")
+    schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="Course of the learning rate after warm-up")
+    warmup_ratio: float = Field(0.05, ge=0, le=1, description="Share of the steps in which the rate rises from 0")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Share of the peak rate that is left at the end")
+
+
+class SftTrainerConfig(Section):
+    total_epochs: int = Field(1, gt=0, description="Passes over the chats")
+    total_steps: int | None = Field(None, gt=0, description="Optimizer steps; wins over total_epochs")
+    max_seconds: float | None = Field(None, gt=0, description="Stop after this time; the schedule then follows the clock")
+    seed: int = Field(0, ge=0, description="Seed of order and adapter init")
+    log_freq: int = Field(20, gt=0, description="Print a line every N steps")
+    out: str = Field("runs/sft", description="Folder for the result: a full model (lora.rank=0) or a PEFT adapter")
+
+
+class SftConfig(Section):
+    """Config tree of `rllm sft`."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    data: SftDataConfig = Field(default_factory=SftDataConfig)
+    optim: SftOptimConfig = Field(default_factory=SftOptimConfig)
+    trainer: SftTrainerConfig = Field(default_factory=SftTrainerConfig)
+
+
+Tokens = tuple[list[int], list[int]]
+"""(token ids, mask) of one chat; the mask is 1 on the tokens that are trained."""
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], where: str) -> Tokens:
+    """Token ids of a chat and a mask that is 1 on each assistant answer and the end-of-turn token after it.
+
+    The spans come from rendering prefixes of the chat, never from searching text. A template that rewrites earlier turns
+    (dropping their thinking, say) is an error here, as the model would be trained on text it never sees.
+    """
+
+    def render(part: Sequence[dict[str, Any]], generation: bool = False) -> str:
+        return tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=generation)
+
+    text = render(messages)
+    spans: list[tuple[int, int]] = []
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before = render(messages[:i], generation=True)
+            through = text if i == len(messages) - 1 else render(messages[: i + 1])
+            if not text.startswith(before) or not text.startswith(through):
+                raise DataError(
+                    f"{where}: the chat template renders the first {i + 1} messages differently once later ones follow; "
+                    "split the chat so that each ends with its last assistant message"
+                )
+            spans.append((len(before), len(through)))
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids: list[int] = encoded["input_ids"]
+    mask = [0] * len(ids)
+    waiting = iter(spans)
+    span = next(waiting, None)
+    for t, (start, end) in enumerate(encoded["offset_mapping"]):
+        while span is not None and start >= span[1]:
+            span = next(waiting, None)
+        if span is not None and start >= span[0] and end > start:
+            mask[t] = 1
+            if ids[t] == tokenizer.eos_token_id:  # what the template adds after the end of turn is not trained
+                span = next(waiting, None)
+    mask[0] = 0
+    return ids, mask
+
+
+def _encode_rows(folder: str, rows: Sequence[tuple[str, Any]]) -> list[Tokens]:
+    from rllm.backends.local.loading import load_tokenizer
+
+    tokenizer = load_tokenizer(Path(folder))
+    return [encode_chat(tokenizer, _messages(row, where), where) for where, row in rows]
+
+
+def encode_files(files: Sequence[str], folder: Path, workers: int = 1) -> list[Tokens]:
+    """Every chat of the files, tokenised; errors name file and line."""
+    rows: list[tuple[str, Any]] = []
+    for name in files:
+        path = Path(name)
+        if not path.is_file():
+            raise DataError(f"data.train_files: {name!r} does not exist")
+        rows += read_jsonl(path)
+    if not rows:
+        raise DataError(f"data.train_files: no chats in {', '.join(files)}")
+    if workers == 1 or len(rows) < PARALLEL_ROWS:
+        return _encode_rows(str(folder), rows)
+    jobs = [rows[i : i + ROWS_PER_JOB] for i in range(0, len(rows), ROWS_PER_JOB)]
+    with ProcessPoolExecutor(workers) as pool:
+        return [chat for part in pool.map(_encode_rows, [str(folder)] * len(jobs), jobs) for chat in part]
+
+
+def _messages(row: Any, where: str) -> list[dict[str, Any]]:
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{where}: field 'messages': found {messages!r}; it must be a list of {{role, content}}")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str) or "role" not in message:
+            raise DataError(f"{where}: messages[{i}]: found {message!r}; it must have a role and a text content")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise DataError(f"{where}: no assistant message, so nothing to train on")
+    return messages
+
+
+def batches(chats: Sequence[Tokens], batch_tokens: int, seed: int) -> Iterator[list[Datum]]:
+    """Endless optimizer batches of about `batch_tokens` tokens; every epoch is shuffled anew."""
+    epoch = 0
+    while True:
+        order = list(range(len(chats)))
+        random.Random(f"{seed}/{epoch}").shuffle(order)
+        batch: list[Datum] = []
+        size = 0
+        for i in order:
+            ids, mask = chats[i]
+            zeros = [0.0] * len(ids)
+            batch.append(Datum(ids, mask, [float(m) for m in mask], zeros, adapter=DEFAULT_ADAPTER))
+            size += len(ids)
+            if size >= batch_tokens:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+        epoch += 1
+
+
+def learning_rate(progress: float, optim: SftOptimConfig) -> float:
+    """Rate at `progress` in [0, 1): linear warm-up, then constant, linear or cosine (Loshchilov and Hutter 2017) to the minimum."""
+    if progress < optim.warmup_ratio:
+        return optim.lr * max(progress / optim.warmup_ratio, 1e-3)
+    done = (progress - optim.warmup_ratio) / max(1.0 - optim.warmup_ratio, 1e-9)
+    left = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}[optim.schedule]
+    return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * left)
+
+
+def run_sft(config: SftConfig, log: Callable[[str], None] = print) -> dict[str, Any]:
+    """Train as `config` says; writes the model or adapter and `result.json` to ``trainer.out`` and returns the result."""
+    from rllm.backends.local.backend import create_adapter, pick_device, pick_dtype
+    from rllm.backends.local.learner import Learner
+    from rllm.backends.local.loading import TOKENIZER_FILES, load_decoder, load_tokenizer, resolve_model, save_decoder
+    from rllm.lora.files import write_adapter
+
+    if config.data.train_files is None:
+        raise ConfigError("data.train_files: not given; name a JSONL file of {'messages': [...]} chats")
+    started = time.monotonic()
+    folder = resolve_model(config.model.path)
+    load_tokenizer(folder)
+    files = [config.data.train_files] if isinstance(config.data.train_files, str) else config.data.train_files
+    everything = encode_files(files, folder, config.data.workers)
+    chats = [chat for chat in everything if len(chat[0]) <= config.data.max_length]
+    if not chats:
+        raise DataError(f"all {len(everything)} chats are longer than data.max_length={config.data.max_length} tokens")
+    device = pick_device(config.model.device)
+    model = load_decoder(folder, pick_dtype(config.model.dtype, device), device)
+    adapters = {DEFAULT_ADAPTER: create_adapter(model, config.lora, config.trainer.seed)} if config.lora.rank else {}
+    learner = Learner(model, adapters, micro_batch_tokens=max(config.data.batch_tokens * 2, config.data.max_length))
+    log(f"{len(chats)} chats ({len(everything) - len(chats)} too long), {sum(len(c[0]) for c in chats)} tokens")
+    result = _optimise(config, learner, chats, log)
+    result |= {
+        "chats": len(chats),
+        "too_long": len(everything) - len(chats),
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    out = Path(config.trainer.out)
+    if adapters:
+        lora = config.lora
+        base = str(folder) if config.model.path == "default" else config.model.path
+        write_adapter(
+            adapters[DEFAULT_ADAPTER], out, base=base, target=lora.target_modules, exclude=lora.exclude_modules
+        )
+        for name in TOKENIZER_FILES:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, out / name)
+    else:
+        save_decoder(model, folder, out)
+    (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    log(f"saved {'adapter' if adapters else 'model'} to {out}")
+    return result
+
+
+def _optimise(config: SftConfig, learner: Any, chats: Sequence[Tokens], log: Callable[[str], None]) -> dict[str, Any]:
+    from dataclasses import replace
+
+    from rllm.backends.base import AdamParams
+
+    o, t = config.optim, config.trainer
+    adam = AdamParams(o.lr, o.beta1, o.beta2, o.eps, o.weight_decay, o.grad_clip)
+    per_epoch = max(1, math.ceil(sum(len(ids) for ids, _ in chats) / config.data.batch_tokens))
+    total = t.total_steps or per_epoch * t.total_epochs
+    clock, step, tokens, nll = time.monotonic(), 0, 0, math.nan
+    for step, batch in enumerate(batches(chats, config.data.batch_tokens, t.seed)):
+        seconds = time.monotonic() - clock
+        progress = step / total if t.max_seconds is None else max(step / total, seconds / t.max_seconds)
+        if progress >= 1.0:
+            break
+        metrics = learner.forward_backward(batch, LossSpec("cross_entropy"))
+        norm = learner.optim_step(replace(adam, lr=learning_rate(progress, o)))["grad_norm"]
+        nll = metrics["loss"]
+        if not math.isfinite(nll) or not math.isfinite(norm):
+            raise RunError(f"step {step}: loss {nll}, gradient norm {norm}; lower optim.lr (now {o.lr})")
+        tokens += sum(len(datum.ids) for datum in batch)
+        if step % t.log_freq == 0:
+            rate = tokens / max(time.monotonic() - clock, 1e-9)
+            log(f"step {step} of {total}  nll {nll:.4f}  grad {norm:.2f}  {rate:,.0f} tokens/s")
+    return {"steps": step, "nll": nll, "tokens": tokens}
