@@ -72,7 +72,7 @@ class AgentTrainer:
         if self.train_dataset is None and not self.config.trainer.val_only:
             raise DataError("no training tasks: give train_dataset=, or data.train_files=<file or built-in name>")
         started = time.monotonic()
-        folder = RunFolder.create(self.config, self.resolved)
+        folder = RunFolder.create(self.resolved)
         backend = self._given_backend or create_backend(self.config)
         runner_parts = (self.flow, self.workflow_class, self.workflow_args, self.evaluator)
         try:
@@ -108,10 +108,12 @@ class _Run:
             tracker.start(facts, total)
         try:
             if config.trainer.val_before_train or config.trainer.val_only:
+                self._say_validating("before")
                 self.validations["before"] = self._validate()
             for self.step in range(1, total + 1):
                 self._train_step(next(batches))
             if total:
+                self._say_validating("after")
                 self.validations["after"] = self._validate()
         except KeyboardInterrupt:
             self.interrupted = True
@@ -183,6 +185,11 @@ class _Run:
         ks = sorted({1, self.trainer.config.rollout.n_val})
         return validation_metrics(episodes, ks)
 
+    def _say_validating(self, when: str) -> None:
+        if self.trainer.val_dataset is not None:
+            for tracker in self.trackers:
+                tracker.say(f"validating on {len(self.trainer.val_dataset)} tasks {when} training")
+
     def _report(self, metrics: dict[str, float]) -> None:
         line: dict[str, float] = {"step": float(self.step), "seconds": time.monotonic() - self.started} | metrics
         self.folder.write_metrics(line)
@@ -229,6 +236,7 @@ class Rollouts:
             host=config.gateway.host,
             port=config.gateway.port,
             max_prompt_length=config.data.max_prompt_length,
+            default_max_tokens=config.data.max_response_length,
         )
         self.runner = EpisodeRunner(
             self.gateway,
@@ -244,6 +252,7 @@ class Rollouts:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.runner.close()
         self.gateway.stop()
 
     def run(self, tasks: Sequence[Task], *, n: int, step: int = 0, validation: bool = False) -> list[Episode]:

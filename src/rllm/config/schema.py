@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -93,6 +93,11 @@ class TrainerConfig(Section):
     run_dir: str = Field("runs", description="Folder that holds the run folders")
     seed: int = Field(0, ge=0, description="Seed of everything: adapter init, task order, sampling")
     log_episodes: bool = Field(True, description="Write episodes.jsonl")
+
+    @field_validator("logger", mode="before")
+    @classmethod
+    def _one_logger(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
 
 
 class GatewayConfig(Section):

@@ -5,10 +5,11 @@ Knows HTTP and OpenAI's shapes; how an answer comes about is `chat.py`'s.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -79,11 +80,9 @@ def create_app(model: ChatModel, find_session: Callable[[str], Session | None], 
         params, n = _params(body), _number(body, "n", int, 1, MAX_N) or 1
         adapter = _adapter(body, session, model_names)
         call = f"chatcmpl-{new_id()}"
-        outputs = [
-            await model.chat(messages, params, session, trajectory, call if n == 1 else f"{call}-{i}", adapter)
-            for i in range(n)
-        ] if n == 1 else await _gather(
-            [model.chat(messages, params, session, trajectory, f"{call}-{i}", adapter) for i in range(n)]
+        names = [call] if n == 1 else [f"{call}-{i}" for i in range(n)]
+        outputs = await asyncio.gather(
+            *(model.chat(messages, params, session, trajectory, name, adapter) for name in names)
         )
         return _reply(body, call, outputs, "chat.completion", _chat_choice, model)
 
@@ -94,11 +93,9 @@ def create_app(model: ChatModel, find_session: Callable[[str], Session | None], 
         params, n = _params(body), _number(body, "n", int, 1, MAX_N) or 1
         adapter = _adapter(body, session, model_names)
         call = f"cmpl-{new_id()}"
-        outputs = await _gather(
-            [
-                model.complete(list(prompt_ids), params, session, trajectory, call if n == 1 else f"{call}-{i}", adapter)
-                for i in range(n)
-            ]
+        names = [call] if n == 1 else [f"{call}-{i}" for i in range(n)]
+        outputs = await asyncio.gather(
+            *(model.complete(list(prompt_ids), params, session, trajectory, name, adapter) for name in names)
         )
         return _reply(body, call, outputs, "text_completion", _text_choice, model)
 
@@ -130,12 +127,6 @@ def create_app(model: ChatModel, find_session: Callable[[str], Session | None], 
         return _error(f"{type(error).__name__}: {error}", 500, kind="server_error")
 
     return app
-
-
-async def _gather(calls: list[Any]) -> list[ModelOutput]:
-    import asyncio
-
-    return list(await asyncio.gather(*calls))
 
 
 def _error(
@@ -202,7 +193,7 @@ def _number(body: dict[str, Any], name: str, kind: type, low: float, high: float
 
 def _params(body: dict[str, Any]) -> CallParams:
     stop = body.get("stop") or ()
-    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else None
+    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, (list, tuple)) else None
     if stops is None or not all(isinstance(s, str) and s for s in stops) or len(stops) > 16:
         raise RequestError("stop must be a text or a list of at most 16 texts, none empty", "stop")
     longest = _number(body, "max_completion_tokens", int, 1, 2**31)
@@ -251,7 +242,7 @@ def _logprobs(output: ModelOutput, model: ChatModel, chat: bool) -> dict[str, An
 
 
 def _reply(
-    body: dict[str, Any], call: str, outputs: list[ModelOutput], kind: str, choice_of: Callable[..., Any], model: ChatModel
+    body: dict[str, Any], call: str, outputs: Sequence[ModelOutput], kind: str, choice_of: Callable[..., Any], model: ChatModel
 ) -> Response:
     """One JSON answer, or the same as server-sent events."""
     choices = []

@@ -54,12 +54,18 @@ class EpisodeRunner:
         self.workflow_class, self.workflow_args = workflow_class, workflow_args or {}
         self.settings, self.adapter = config.rollout, adapter
         self.max_tokens = config.rollout.max_tokens or config.data.max_response_length
+        # One event loop for the runner's life: a client that a flow keeps between episodes stays usable.
+        self._loop = asyncio.Runner()
 
     def run(
         self, requests: Sequence[EpisodeRequest], on_episode: Callable[[Episode], None] | None = None
     ) -> list[Episode]:
         """All of `requests`, in their order. Ctrl-C cancels what runs and is passed on."""
-        return asyncio.run(self._run(requests, on_episode))
+        return self._loop.run(self._run(requests, on_episode))
+
+    def close(self) -> None:
+        """End the event loop and whatever flows left running in it."""
+        self._loop.close()
 
     async def _run(
         self, requests: Sequence[EpisodeRequest], on_episode: Callable[[Episode], None] | None

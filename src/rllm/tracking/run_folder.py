@@ -1,0 +1,114 @@
+"""The run folder: what a run leaves behind for people and programs.
+
+`runs/<name>/` with config.yaml, run.json, metrics.jsonl, episodes.jsonl, the adapter and result.json. Knows files only.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rllm.config.load import Resolved, to_yaml
+from rllm.errors import UserError
+from rllm.types import Episode
+
+LATEST = "latest"
+_PACKAGES = ("rllm", "torch", "transformers", "tokenizers", "peft", "openai", "fastapi", "pydantic", "numpy")
+
+
+class RunFolder:
+    """One run's folder. Files are appended line by line, so an interrupted run keeps what it had."""
+
+    def __init__(self, path: Path, log_episodes: bool = True):
+        self.path, self.log_episodes = path, log_episodes
+
+    @classmethod
+    def create(cls, resolved: Resolved[Any]) -> RunFolder:
+        """A new folder (an existing name gets a suffix, nothing is overwritten), with config and circumstances written."""
+        config = resolved.config.trainer
+        root = Path(config.run_dir)
+        name = config.experiment_name or datetime.now().strftime("%Y%m%d-%H%M%S")
+        if "/" in name or name in ("", ".", "..", LATEST):
+            raise UserError(f"trainer.experiment_name={name!r}: it names a folder; use letters, digits, '.', '_' and '-'")
+        path, suffix = root / name, 1
+        while True:
+            try:
+                path.mkdir(parents=True)
+                break
+            except FileExistsError:
+                suffix += 1
+                path = root / f"{name}-{suffix}"
+            except OSError as error:
+                raise UserError(f"trainer.run_dir={config.run_dir}: cannot make {path} ({error.strerror})") from error
+        _point_latest(root, path)
+        folder = cls(path, config.log_episodes)
+        (path / "config.yaml").write_text(to_yaml(resolved.config))
+        (path / "run.json").write_text(json.dumps(_circumstances(resolved), indent=2) + "\n")
+        return folder
+
+    def write_metrics(self, metrics: Mapping[str, float]) -> None:
+        """One line of metrics.jsonl. A value that is not finite is written as null."""
+        clean = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        if isinstance(clean.get("step"), float):
+            clean["step"] = int(clean["step"])  # pyright: ignore[reportArgumentType]
+        self._append("metrics.jsonl", [clean])
+
+    def write_episodes(self, step: int, split: str, episodes: Sequence[Episode]) -> None:
+        """One line of episodes.jsonl per episode."""
+        if self.log_episodes:
+            self._append("episodes.jsonl", [{"step": step, "split": split} | e.to_dict() for e in episodes])
+
+    def write_result(self, result: Mapping[str, Any]) -> None:
+        (self.path / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+
+    def _append(self, name: str, rows: Sequence[Any]) -> None:
+        with (self.path / name).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+
+
+def _point_latest(root: Path, path: Path) -> None:
+    """`latest` is a link to the newest run; where links are not allowed, a text file with its name."""
+    link = root / LATEST
+    try:
+        if link.is_symlink() or link.exists():
+            link.unlink()
+        link.symlink_to(path.name, target_is_directory=True)
+    except OSError:
+        (root / f"{LATEST}.txt").write_text(path.name + "\n")
+
+
+def _circumstances(resolved: Resolved[Any]) -> dict[str, Any]:
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return {
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": versions,
+        "git_commit": _git_commit(),
+        "provenance": resolved.provenance,
+        "notes": resolved.notes,
+    }
+
+
+def _git_commit() -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, cwd=Path(__file__).parent
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

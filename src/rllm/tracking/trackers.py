@@ -1,0 +1,146 @@
+"""Where a run's numbers go besides its folder: the terminal and TensorBoard.
+
+A tracker has `start(facts, total_steps)`, `step(metrics)` and `finish(result)`. Knows nothing of how numbers come about.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.table import Table
+
+from rllm.config.schema import Config
+from rllm.errors import UserError
+from rllm.tracking.run_folder import RunFolder
+
+
+class Tracker(Protocol):
+    """A place that shows or keeps a run's numbers."""
+
+    def start(self, facts: Mapping[str, Any], total_steps: int) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def step(self, metrics: Mapping[str, float]) -> None: ...
+
+    def finish(self, result: Mapping[str, Any]) -> None: ...
+
+
+def make_trackers(config: Config, folder: RunFolder, chat_command: str | None = None) -> list[Tracker]:
+    """The trackers that ``trainer.logger`` names."""
+    makers = {
+        "console": lambda: ConsoleTracker(folder, config),
+        "tensorboard": lambda: TensorBoardTracker(folder.path / "tensorboard"),
+    }
+    return [makers[name]() for name in config.trainer.logger]
+
+
+class ConsoleTracker:
+    """A banner, one line per step, and a before/after table. Times are seconds."""
+
+    def __init__(self, folder: RunFolder, config: Config, console: Console | None = None):
+        self.folder, self.config = folder, config
+        self.console = console or Console(highlight=False)
+        self.total, self.began = 0, time.monotonic()
+
+    def start(self, facts: Mapping[str, Any], total_steps: int) -> None:
+        self.total = total_steps
+        share = 100 * facts["trainable"] / max(facts["parameters"], 1)
+        targets = ", ".join(f"{kind} x{count}" for kind, count in (facts.get("targets") or {}).items())
+        rows = {
+            "model": f"{facts['model']}, {facts['parameters']:,} parameters, {facts['dtype']} on {facts['device']}",
+            "method": facts["method"] + (f" on {targets}" if targets else ""),
+            "trained": f"{facts['trainable']:,} parameters ({share:.2f} %)",
+            "steps": f"{total_steps} of {self.config.data.train_batch_size} tasks x {self.config.rollout.n} episodes",
+            "folder": str(self.folder.path),
+        }
+        for name, value in rows.items():
+            self.console.print(f"  [bold]{name:<8}[/bold] {value}", soft_wrap=True)
+        for note in facts.get("notes", []):
+            self.console.print(f"  [yellow]note[/yellow]     {note}", soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        self.console.print(f"  {text}", soft_wrap=True)
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        step = int(metrics["step"])
+        if step == 1:
+            self.began = time.monotonic() - metrics["timing_s/step"]
+        roles = {name.split("/")[1]: value for name, value in metrics.items() if name.startswith("reward/") and name.endswith("/mean")}
+        rewards = "  ".join(f"{role} [bold]{value:.3f}[/bold]" for role, value in roles.items())
+        left = (time.monotonic() - self.began) / step * (self.total - step)
+        line = (
+            f"  step {step:>{len(str(self.total))}}/{self.total}  {rewards}  {metrics['perf/tokens_per_s']:,.0f} tok/s  "
+            f"{metrics['timing_s/step']:.1f} s  ETA {int(left) // 60}:{int(left) % 60:02d}"
+        )
+        failed = sum(value for name, value in metrics.items() if name.startswith("samples/failed/"))
+        if failed:
+            line += f"  [red]{failed:.0f} failed[/red]"
+        if metrics.get("train/skipped_steps"):
+            line += "  [yellow]skipped: nothing to learn from[/yellow]"
+        self.console.print(line, soft_wrap=True)
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        before, after = result["val"].get("before", {}), result["val"].get("after", {})
+        if before or after:
+            table = Table(title="validation", title_justify="left")
+            for heading in ("metric", "before", "after", "change"):
+                table.add_column(heading, justify="left" if heading == "metric" else "right")
+            for name in dict.fromkeys([*before, *after]):
+                b, a = before.get(name), after.get(name)
+                change = f"{a - b:+.3f}" if a is not None and b is not None else ""
+                table.add_row(name, "" if b is None else f"{b:.3f}", "" if a is None else f"{a:.3f}", change)
+            self.console.print(table)
+        account = result["accounting"]
+        dropped, failed = sum(account["dropped"].values()), sum(account["failed"].values())
+        self.console.print(
+            f"  {account['generated']} trajectories: {account['trained']} trained, {dropped} dropped {account['dropped'] or ''}, "
+            f"{failed} failed {account['failed'] or ''}, {account['stale']} stale",
+            soft_wrap=True,
+            markup=False,
+        )
+        name = result.get("adapter") or result.get("model")
+        if name is None:
+            return
+        path = self.folder.path / name
+        if result.get("interrupted"):
+            self.console.print(f"  interrupted after {result['steps']} steps; what was learned is saved", soft_wrap=True)
+        self.console.print(f"  saved    [bold]{path}[/bold] ({result['seconds']:.0f} s in all)", soft_wrap=True)
+        base = self.config.model.path
+        if result.get("adapter"):
+            more = f"lora.adapter_path={path} (a new run from this adapter; resuming optimizer and data is not there yet)"
+            chat = f"rllm serve --model {base} --adapter {path}"
+        else:
+            more, chat = f"model.path={path}", f"rllm serve --model {path}"
+        self.console.print(f"  continue: the same command with {more}", soft_wrap=True, markup=False)
+        self.console.print(
+            f"  chat:     {chat}   and then   python examples/chat_client.py", soft_wrap=True, markup=False
+        )
+
+
+class TensorBoardTracker:
+    """Scalars for ``tensorboard --logdir``."""
+
+    def __init__(self, folder: Path):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UserError("trainer.logger: tensorboard is not installed; pip install 'rllm[tensorboard]'") from error
+        self.writer = SummaryWriter(str(folder))
+
+    def start(self, facts: Mapping[str, Any], total_steps: int) -> None:
+        self.writer.add_text("run", "\n\n".join(f"{name}: {value}" for name, value in facts.items()))
+
+    def say(self, text: str) -> None:
+        pass
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, int(metrics["step"]))
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        self.writer.close()
