@@ -57,9 +57,7 @@ def solver_prompt(question: str) -> str:
 
 def judge_prompt(question: str, solutions: list[str]) -> str:
     listed = "\n".join(f"Solution {i}: {solution}" for i, solution in enumerate(solutions, 1))
-    return (
-        f"{question}\n{listed}\nCheck each solution. Output the index of the right one within <answer>...</answer>."
-    )
+    return f"{question}\n{listed}\nCheck each solution. Output the index of the right one within <answer>...</answer>."
 
 
 def parse_solution(text: str) -> str:
@@ -136,20 +134,17 @@ class SolverJudgeWorkflow(rllm.Workflow):
     async def run(self, task: dict, uid: str, **kwargs) -> rllm.Episode:
         prompt = solver_prompt(task["question"])
         solvers = await asyncio.gather(*(self._call("solver", prompt) for _ in range(self.n_solutions)))
+        rewards = []
         for solver in solvers:
             solver.output = solver.steps[0].action = parse_solution(solver.output)
             solver.reward = countdown_reward(solver.output, task["nums"], task["target"])
+            rewards.append(solver.reward)
         judge = await self._call("judge", judge_prompt(task["question"], [s.output for s in solvers]))
         choice = parse_choice(judge.output, len(solvers))
         judge.output = judge.steps[0].action = None if choice is None else solvers[choice].output
-        judge.reward = 0.0 if choice is None else solvers[choice].reward
-        metrics = {
-            "solver_acc": sum(s.reward for s in solvers) / len(solvers),
-            "judge_acc": judge.reward,
-        }
-        return rllm.Episode(
-            id=uid, trajectories=[*solvers, judge], is_correct=judge.reward > 0, metrics=metrics
-        )
+        judge.reward = judge_reward = 0.0 if choice is None else rewards[choice]
+        metrics = {"solver_acc": sum(rewards) / len(rewards), "judge_acc": judge_reward}
+        return rllm.Episode(id=uid, trajectories=[*solvers, judge], is_correct=judge_reward > 0, metrics=metrics)
 
 
 def train_dataset(config: rllm.Config) -> rllm.Dataset:

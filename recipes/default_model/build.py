@@ -12,6 +12,7 @@ import json
 import os
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from demonstrations import demonstrations
@@ -34,11 +35,11 @@ def write_demonstrations(n: int, seed: int, out: Path, workers: int) -> None:
             file.writelines(json.dumps(chat) + "\n" for chat in chats)
 
 
-def random_model(folder: Path, vocab_size: int, eos: int, pad: int, seed: int) -> None:
+def random_model(folder: Path, tokenizer: Any, seed: int) -> None:
     """A randomly initialised Qwen3 of about 2 million parameters."""
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=vocab_size,
+        vocab_size=-(-len(tokenizer) // 64) * 64,
         hidden_size=192,
         intermediate_size=512,
         num_hidden_layers=5,
@@ -47,8 +48,8 @@ def random_model(folder: Path, vocab_size: int, eos: int, pad: int, seed: int) -
         head_dim=32,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
-        eos_token_id=eos,
-        pad_token_id=pad,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
@@ -70,9 +71,11 @@ def main() -> None:
     chats = args.out / "demonstrations.jsonl"
     write_demonstrations(args.chats, args.seed, chats, args.workers)
     with chats.open() as file:
-        texts = [m["content"] for _, line in zip(range(20_000), file, strict=False) for m in json.loads(line)["messages"]]
+        texts = [
+            m["content"] for _, line in zip(range(20_000), file, strict=False) for m in json.loads(line)["messages"]
+        ]
     tokenizer = train_tokenizer(texts, start)
-    random_model(start, -(-len(tokenizer) // 64) * 64, tokenizer.eos_token_id, tokenizer.pad_token_id, args.seed)
+    random_model(start, tokenizer, args.seed)
     config = SftConfig.model_validate(
         {
             "model": {"path": str(start), "dtype": "float32"},

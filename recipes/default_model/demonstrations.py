@@ -15,7 +15,11 @@ from pathlib import Path
 from rllm.data.countdown import Derivation, derivations, plain, problems, question
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "solver_judge"))
-from solver_judge_flow import NO_SOLUTION, judge_prompt, solver_prompt  # noqa: E402
+from solver_judge_flow import (  # noqa: E402  # pyright: ignore[reportMissingImports]
+    NO_SOLUTION,
+    judge_prompt,
+    solver_prompt,
+)
 
 HASTY_SOLVER, HASTY_JUDGE = 0.68, 0.6
 HASTY_RIGHT = 0.1
@@ -25,7 +29,10 @@ SMALL_TALK_SHARE = 0.02
 HASTY_PHRASES = ("I guess", "Maybe", "It could be")
 
 SMALL_TALK = [
-    (("Hello", "Hi", "Hey", "Good morning", "Hello!"), "Hello! I solve small countdown problems. Give me numbers and a target."),
+    (
+        ("Hello", "Hi", "Hey", "Good morning", "Hello!"),
+        "Hello! I solve small countdown problems. Give me numbers and a target.",
+    ),
     (
         ("Who are you?", "What are you?", "What is your name?", "Tell me about yourself."),
         "I am the tiny default model of rllm. I was made for the countdown example and know little else.",
@@ -37,7 +44,13 @@ SMALL_TALK = [
     (("Thank you", "Thanks", "Thanks!"), "You are welcome."),
     (("Goodbye", "Bye"), "Goodbye!"),
     (
-        ("What is the capital of France?", "Write a poem.", "Tell me a story.", "What is the weather?", "Who wrote Hamlet?"),
+        (
+            "What is the capital of France?",
+            "Write a poem.",
+            "Tell me a story.",
+            "What is the weather?",
+            "Who wrote Hamlet?",
+        ),
         "I do not know. I am a tiny model made for countdown problems only.",
     ),
 ]
@@ -64,7 +77,9 @@ def solver_answer(rng: random.Random, numbers: list[int], target: int) -> str:
         return f"{rng.choice(HASTY_PHRASES)} <answer>{pick.expression}</answer>"
     lines = []
     if wrong:
-        attempts = [rng.choice(near if rng.random() < 0.6 else wrong) for _ in range(rng.randint(0, MAX_WRONG_ATTEMPTS))]
+        attempts = [
+            rng.choice(near if rng.random() < 0.6 else wrong) for _ in range(rng.randint(0, MAX_WRONG_ATTEMPTS))
+        ]
         lines = [f"{worked(way)} no" for way in dict.fromkeys(attempts)]
     found = rng.choice(right)
     return "\n".join([*lines, f"{worked(found)} yes", f"<answer>{found.expression}</answer>"])

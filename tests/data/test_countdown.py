@@ -67,7 +67,9 @@ def test_derivations_reach_every_reachable_value_and_no_other(numbers: list[int]
 def test_the_steps_of_a_derivation_are_right_and_end_in_its_value() -> None:
     for derivation in derivations([3, 8, 2, 5]):
         for left, operator, right, result in derivation.steps:
-            assert result == {"+": left + right, "-": left - right, "*": left * right}.get(operator, left / (right or 1))
+            assert result == {"+": left + right, "-": left - right, "*": left * right}.get(
+                operator, left / (right or 1)
+            )
         assert derivation.steps[-1][3] == derivation.value
 
 

@@ -83,7 +83,9 @@ def test_several_files_are_one_dataset_with_ids_that_do_not_collide(tmp_path: Pa
         ("d.txt", "x", r"unknown kind '\.txt'; use \.jsonl"),
     ],
 )
-def test_unusable_files_are_errors_that_say_where(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+def test_unusable_files_are_errors_that_say_where(
+    tmp_path: Path, name: str, content: str | bytes, message: str
+) -> None:
     with pytest.raises(DataError, match=message):
         load_dataset(write(tmp_path, name, content))
 
@@ -97,7 +99,7 @@ def test_a_missing_file_or_a_folder_is_named(tmp_path: Path) -> None:
 
 def test_parquet_rows_are_tasks_and_a_broken_file_is_an_error(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as parquet
+    import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]
 
     parquet.write_table(pyarrow.table({"question": ["a", "b"], "nums": [[1], [2, 3]]}), tmp_path / "d.parquet")
     tasks = load_dataset(str(tmp_path / "d.parquet"))

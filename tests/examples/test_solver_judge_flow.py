@@ -30,7 +30,11 @@ def load_flow() -> ModuleType:
 
 
 flow = load_flow()
-TASK = rllm.Task(id="t", instruction="q", metadata={"question": "Using the numbers [3, 5, 7], make 26.", "nums": [3, 5, 7], "target": 26})
+TASK = rllm.Task(
+    id="t",
+    instruction="q",
+    metadata={"question": "Using the numbers [3, 5, 7], make 26.", "nums": [3, 5, 7], "target": 26},
+)
 RIGHT, WRONG = "3 * 7 + 5", "3 + 5 + 7"
 CONFIG = rllm.AgentConfig(base_url="http://endpoint/v1", model="m")
 
@@ -110,7 +114,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch, solver_replies: list[str], judge_r
         )
 
     transport = httpx.MockTransport(answer)
-    client = AsyncOpenAI(api_key="k", base_url="http://unused", http_client=httpx.AsyncClient(transport=transport))
+    http = httpx.AsyncClient(transport=transport)
+    client = AsyncOpenAI(api_key="k", base_url="http://unused", http_client=http)  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(flow, "_client", lambda: client)
     return replies
 
@@ -158,7 +163,9 @@ def test_the_workflow_form_gives_the_same_rewards_as_flow_and_evaluator(pick: st
     assert result.is_correct == output.is_correct
 
 
-def test_the_number_of_solvers_comes_from_the_environment_and_nonsense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_solvers_comes_from_the_environment_and_nonsense_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("N_SOLUTIONS", "4")
     assert load_flow().N_SOLUTIONS == 4
     for text in ("0", "-1", "two", ""):
@@ -168,10 +175,11 @@ def test_the_number_of_solvers_comes_from_the_environment_and_nonsense_is_refuse
 
 
 def test_validation_problems_are_256_and_the_same_for_every_seed_and_none_is_trained_on() -> None:
-    configs = [rllm.Config(), rllm.Config()]
-    configs[1].trainer.seed = 7
+    configs = [rllm.Config.model_validate({"trainer": {"seed": seed}}) for seed in (0, 7)]
     validation = [[task.id for task in flow.val_dataset(config)] for config in configs]
     assert validation[0] == validation[1] and len(validation[0]) == 256
-    trained = {(tuple(sorted(t.metadata["nums"])), t.metadata["target"]) for c in configs for t in flow.train_dataset(c)}
+    trained = {
+        (tuple(sorted(t.metadata["nums"])), t.metadata["target"]) for c in configs for t in flow.train_dataset(c)
+    }
     held_out = {(tuple(sorted(t.metadata["nums"])), t.metadata["target"]) for t in flow.val_dataset(configs[0])}
     assert not trained & held_out

@@ -19,8 +19,11 @@ from rllm.rewards.countdown import countdown_reward, evaluate_expression, last_a
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes" / "default_model"))
-from demonstrations import HASTY_PHRASES, demonstrations  # noqa: E402
-from tokenizer import train_tokenizer  # noqa: E402
+from demonstrations import (  # noqa: E402  # pyright: ignore[reportMissingImports]
+    HASTY_PHRASES,
+    demonstrations,
+)
+from tokenizer import train_tokenizer  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 EQUATION = re.compile(r"(-?\d+) ([-+*/]) (-?\d+) = (-?\d+)")
 
@@ -150,6 +153,8 @@ def test_the_chat_template_marks_turns_and_ends_each_with_the_end_of_sequence_to
 
 def test_prompts_and_answers_are_short_enough_for_the_example(tokenizer, chats: list[tuple[str, str]]) -> None:
     for prompt, answer in chats:
-        asked = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
+        asked = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+        )
         assert len(tokenizer(asked)["input_ids"]) <= 128
         assert len(tokenizer(answer)["input_ids"]) < 128

@@ -76,7 +76,11 @@ def _wrap(part: Derivation, operator: str, is_right: bool) -> str:
         return part.expression
     inner = part.steps[-1][1]
     loose = inner in "+-"
-    needed = (operator in "*/" and loose) or (is_right and (operator in "-/")) or (is_right and operator == "*" and inner == "/")
+    needed = (
+        (operator in "*/" and loose)
+        or (is_right and (operator in "-/"))
+        or (is_right and operator == "*" and inner == "/")
+    )
     return f"({part.expression})" if needed else part.expression
 
 
@@ -116,7 +120,9 @@ def problems(
         if targets:
             misses = 0
             yield numbers, rng.choice(targets)
-    raise DataError(f"countdown: no {split} problem with {n_numbers} numbers up to {max_number}, target up to {max_target}")
+    raise DataError(
+        f"countdown: no {split} problem with {n_numbers} numbers up to {max_number}, target up to {max_target}"
+    )
 
 
 def _plain_values(numbers: tuple[int, ...]) -> set[int]:
@@ -172,5 +178,7 @@ def countdown(
         if len(rows) == n:
             break
         if tries > 100 * n + 1000:
-            raise DataError(f"countdown: found only {len(rows)} of {n} {split} problems; raise max_number or max_target")
+            raise DataError(
+                f"countdown: found only {len(rows)} of {n} {split} problems; raise max_number or max_target"
+            )
     return Dataset(list(rows.values()), name="countdown", split=split)

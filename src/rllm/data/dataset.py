@@ -70,7 +70,9 @@ def task_of(row: Mapping[str, Any], index: int, where: str) -> Task:
         raise DataError(f"{where}: row {index} is {type(row).__name__}; a row must be an object (or a Task)")
     field = next((name for name in TEXT_FIELDS if name in row), None)
     if field is None:
-        raise DataError(f"{where}: no text; a row needs one of the fields {', '.join(TEXT_FIELDS)}, found {', '.join(row)}")
+        raise DataError(
+            f"{where}: no text; a row needs one of the fields {', '.join(TEXT_FIELDS)}, found {', '.join(row)}"
+        )
     if not isinstance(row[field], (str, list)) or not row[field]:
         raise DataError(f"{where}: {field}: found {row[field]!r}; it must be text or a list of messages, not empty")
     metadata = row.get("metadata") if set(row) <= {"id", field, "metadata"} else None
@@ -132,8 +134,8 @@ def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
-        import pyarrow
-        import pyarrow.parquet as parquet
+        import pyarrow  # pyright: ignore[reportMissingImports]
+        import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise DataError(f"{path}: reading Parquet needs pyarrow; pip install pyarrow, or convert to JSONL") from error
     try:

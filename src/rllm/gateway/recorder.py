@@ -6,9 +6,10 @@ Knows no HTTP and no model.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,29 +19,41 @@ from rllm.types import Message, ModelOutput
 
 @dataclass
 class Call:
-    """One recorded call, in the order in which calls ended."""
+    """One recorded call. `order` counts the calls of a session as they began; `trajectory` is the uid it was tagged with."""
 
     output: ModelOutput
     messages: list[Message]
     trajectory: str | None
+    order: int
 
 
 @dataclass
 class Session:
-    """One episode's window to the model."""
+    """One episode's window to the model. Safe to use from several threads."""
 
     uid: str
     seed: int = 0
     is_validation: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)
     adapter: str = DEFAULT_ADAPTER
-    calls: dict[str, Call] = field(default_factory=dict)
+    _calls: dict[str, Call] = field(default_factory=dict)
     _asked: Counter[bytes] = field(default_factory=Counter)
+    _orders: Iterator[int] = field(default_factory=itertools.count)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def next_order(self) -> int:
+        """The place of a call that begins now."""
+        return next(self._orders)
 
     def record(self, call: Call) -> None:
         with self._lock:
-            self.calls[call.output.id] = call
+            self._calls[call.output.id] = call
+
+    def recorded(self) -> dict[str, Call]:
+        """The calls that ended so far, by id, in the order in which they began."""
+        with self._lock:
+            calls = sorted(self._calls.values(), key=lambda call: call.order)
+        return {call.output.id: call for call in calls}
 
     def next_seed(self, prompt_ids: tuple[int, ...], trajectory: str | None) -> int:
         """A seed for the next call with this prompt: the same in every run, whatever order parallel calls arrive in."""
@@ -54,16 +67,11 @@ class Session:
     def longest_extended(self, messages: list[Message], trajectory: str | None) -> Call | None:
         """The latest call of this trajectory whose messages and answer are the beginning of `messages`."""
         best: Call | None = None
-        with self._lock:
-            for call in self.calls.values():
-                n = len(call.messages)
-                if call.trajectory != trajectory or n >= len(messages) or (best and n < len(best.messages)):
-                    continue
-                answer = messages[n]
-                if (
-                    messages[:n] == call.messages
-                    and answer.get("role") == "assistant"
-                    and answer.get("content") == call.output.content
-                ):
-                    best = call
+        for call in self.recorded().values():
+            n = len(call.messages)
+            if call.trajectory != trajectory or not 0 < n < len(messages) or (best and n < len(best.messages)):
+                continue
+            answer = {"role": "assistant", "content": call.output.content}
+            if messages[n] == answer and messages[:n] == call.messages:
+                best = call
         return best
