@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
+import contextvars
 import copy
 import inspect
 import math
+import reprlib
+import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any, Protocol
@@ -31,12 +35,60 @@ class EvaluationError(Exception):
     """An evaluator gave something that is no reward. The episode then counts as failed, never as a reward of 0."""
 
 
+async def in_thread(fn: Callable[..., Any], *args: Any) -> Any:
+    """`fn` in a daemon thread of its own: many may block at once, and one that never returns cannot hold up the end of the process."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def deliver(result: Any, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(result)
+        elif isinstance(error, StopIteration):  # a future cannot hold one
+            done.set_exception(RuntimeError(f"{fn!r} raised StopIteration"))
+        else:
+            done.set_exception(error)
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = context.run(fn, *args)
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop ended first: nobody waits
+            loop.call_soon_threadsafe(deliver, result, error)
+
+    threading.Thread(target=work, name=f"rllm-{getattr(fn, '__name__', 'call')}", daemon=True).start()
+    return await done
+
+
 async def _call(fn: Callable[..., Any], *args: Any) -> Any:
     """Await an async function; run a sync one in a thread, so that it may block."""
     if inspect.iscoroutinefunction(fn):
         return await fn(*args)
-    result = await asyncio.to_thread(fn, *args)
+    result = await in_thread(fn, *args)
     return await result if inspect.isawaitable(result) else result
+
+
+def as_episode(result: Any, where: str) -> Episode:
+    """An Episode, Trajectory or list of Trajectory as an Episode; anything else is a TypeError that names it."""
+    trajectories = result.trajectories if isinstance(result, Episode) else result
+    if isinstance(trajectories, Trajectory):
+        trajectories = [trajectories]
+    if not isinstance(trajectories, list):
+        found = type(trajectories).__name__
+    elif not trajectories:
+        found = "no trajectory"
+    else:
+        wrong = [type(item).__name__ for item in trajectories if not isinstance(item, Trajectory)]
+        found = f"a list with {wrong[0]}" if wrong else ""
+    if found:
+        raise TypeError(
+            f"{where} returned {found}; return an Episode, a Trajectory, a list of at least one Trajectory, or nothing"
+        )
+    return result if isinstance(result, Episode) else Episode(trajectories=list(trajectories))
 
 
 class RolloutFlow:
@@ -55,19 +107,7 @@ class RolloutFlow:
     async def arun(self, task: Task, config: AgentConfig) -> Episode:
         """Run once. The flow may return an Episode, a Trajectory, a list of them, or nothing (steps then come from the record)."""
         result = await _call(self.fn, task, config)
-        if isinstance(result, Episode):
-            episode = result
-        elif isinstance(result, Trajectory):
-            episode = Episode(trajectories=[result])
-        elif isinstance(result, list) and result and all(isinstance(item, Trajectory) for item in result):
-            episode = Episode(trajectories=result)
-        elif result is None:
-            episode = Episode(trajectories=[Trajectory()])
-        else:
-            raise TypeError(
-                f"flow {self.name!r} returned {type(result).__name__}; return an Episode, a Trajectory, a list of "
-                "Trajectory, or nothing"
-            )
+        episode = as_episode(Trajectory() if result is None else result, f"flow {self.name!r}")
         for trajectory in episode.trajectories:
             if trajectory.name == DEFAULT_TRAJECTORY_NAME:
                 trajectory.name = self.name
@@ -99,14 +139,14 @@ class Evaluator:
     async def aevaluate(self, task: Task, episode: Episode) -> EvalOutput:
         """Run once. Allowed results: EvalOutput, a number or bool (right when above 0), or ``(reward, is_correct)``."""
         result = await _call(self.fn, task, episode)
-        where = f"evaluator {self.name!r}, task {task.id!r}"
+        where = f"evaluator {self.name!r} for task {task.id!r}"
         if isinstance(result, EvalOutput):
             output = result
             output.reward = as_reward(output.reward, where)
         elif isinstance(result, tuple):
-            if len(result) != 2 or not isinstance(result[1], (bool, int)):
-                raise EvaluationError(f"{where}: returned {result!r}; a tuple must be (reward, is_correct)")
-            output = EvalOutput(as_reward(result[0], where), bool(result[1]))
+            if len(result) != 2:
+                raise EvaluationError(f"{where}: found {result!r}; a tuple must be (reward, is_correct)")
+            output = EvalOutput(as_reward(result[0], where), bool(as_reward(result[1], f"{where}, is_correct")))
         else:
             reward = as_reward(result, where)
             output = EvalOutput(reward, reward > 0)
@@ -131,15 +171,20 @@ def as_reward(value: Any, where: str) -> float:
         try:
             number = value.item()
         except (ValueError, RuntimeError) as error:
-            raise EvaluationError(f"{where}: returned {type(value).__name__} of several elements; give one") from error
+            raise EvaluationError(f"{where}: found {type(value).__name__} of several elements; give one") from error
     if not isinstance(number, (bool, int, float)):
+        shown = reprlib.repr(value)
         raise EvaluationError(
-            f"{where}: returned {value!r} ({type(value).__name__}); allowed are a finite number, a bool, "
+            f"{where}: found {shown} ({type(value).__name__}); allowed are a finite number, a bool, "
             "(reward, is_correct) or EvalOutput"
         )
-    if not math.isfinite(number):
-        raise EvaluationError(f"{where}: returned {value!r}; a reward must be finite (raise instead if it failed)")
-    return float(number)
+    try:
+        reward = float(number)
+    except OverflowError:
+        reward = math.inf
+    if not math.isfinite(reward):
+        raise EvaluationError(f"{where}: found {reward}; a reward must be finite (raise an error if there is none)")
+    return reward
 
 
 def apply_evaluation(episode: Episode, output: EvalOutput) -> None:
@@ -148,7 +193,7 @@ def apply_evaluation(episode: Episode, output: EvalOutput) -> None:
         if trajectory.reward is None:
             trajectory.reward = output.reward
         trajectory.reward = as_reward(trajectory.reward, f"reward of trajectory {trajectory.name!r} of {episode.id}")
-    episode.is_correct = output.is_correct
+    episode.is_correct = bool(output.is_correct)
     episode.metrics |= {signal.name: signal.value for signal in output.signals}
     episode.metadata |= output.metadata
     episode.termination_reason = episode.termination_reason or TerminationReason.ENV_DONE
@@ -167,8 +212,11 @@ class Workflow(abc.ABC):
     early by an exception.
     """
 
-    def __init__(self, rollout_engine: RolloutEngine, executor: Executor | None = None, **kwargs: Any):
-        self.rollout_engine, self.executor = rollout_engine, executor
+    def __init__(
+        self, rollout_engine: RolloutEngine, executor: Executor | None = None, timeout: float = 1e6, **kwargs: Any
+    ):
+        """`timeout` in seconds ends an episode like ``rollout.episode_timeout_s`` does; the earlier of the two counts."""
+        self.rollout_engine, self.executor, self.timeout = rollout_engine, executor, timeout
         self.options = kwargs
         self.committed: list[Trajectory] = []
         self.task: Any = None
@@ -191,7 +239,9 @@ class Workflow(abc.ABC):
         self.committed.append(kept)
 
     async def run_in_executor(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Run blocking code in the executor (a thread by default)."""
+        """Run blocking code in the executor (by default in a thread of its own)."""
+        if self.executor is None:
+            return await in_thread(fn, *args)
         return await asyncio.get_running_loop().run_in_executor(self.executor, fn, *args)
 
 

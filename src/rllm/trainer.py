@@ -19,13 +19,13 @@ from typing import Any
 from rllm.algorithms.datums import build_datums
 from rllm.algorithms.grouping import Accounting, group_by_role, usable_trajectories
 from rllm.algorithms.metrics import episode_metrics, reward_metrics, validation_metrics
-from rllm.backends.base import AdamParams, Backend, LossSpec
+from rllm.backends.base import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, AdamParams, Backend, LossSpec
 from rllm.config.load import Resolved, load_config
 from rllm.config.schema import Config
 from rllm.data.dataset import Dataset, load_dataset
 from rllm.errors import ConfigError, DataError, RunError
 from rllm.gateway.server import Gateway
-from rllm.rollout.runner import EpisodeRequest, EpisodeRunner
+from rllm.rollouts.runner import EpisodeRequest, EpisodeRunner
 from rllm.tracking.run_folder import RunFolder
 from rllm.tracking.trackers import make_trackers
 from rllm.types import Episode, Task
@@ -107,11 +107,14 @@ class _Run:
         for tracker in self.trackers:
             tracker.start(facts, total)
         try:
-            if config.trainer.val_before_train or config.trainer.val_only:
-                self._say_validating("before")
-                self.validations["before"] = self._validate()
+            wants_before = config.trainer.val_before_train or config.trainer.val_only
+            if wants_before and (total == 0 or not config.lora.rank):
+                self._validate_before(DEFAULT_ADAPTER)
             for self.step in range(1, total + 1):
                 self._train_step(next(batches))
+                # With LoRA the starting policy stays at hand, so the first step need not wait for its validation.
+                if self.step == 1 and wants_before and config.lora.rank:
+                    self._validate_before(INITIAL_ADAPTER)
             if total:
                 self._say_validating("after")
                 self.validations["after"] = self._validate()
@@ -176,11 +179,15 @@ class _Run:
         metrics["timing_s/publish"] = time.monotonic() - clock
         return {f"actor/{name}" if "/" not in name else name: value for name, value in metrics.items()}
 
-    def _validate(self) -> dict[str, float]:
+    def _validate_before(self, adapter: str) -> None:
+        self._say_validating("before")
+        self.validations["before"] = self._validate(adapter)
+
+    def _validate(self, adapter: str = DEFAULT_ADAPTER) -> dict[str, float]:
         dataset = self.trainer.val_dataset
         if dataset is None:
             return {}
-        episodes = self.rollouts.run(list(dataset), n=self.trainer.config.rollout.n_val, validation=True)
+        episodes = self.rollouts.run(list(dataset), n=self.trainer.config.rollout.n_val, validation=True, adapter=adapter)
         self.folder.write_episodes(self.step, "val", episodes)
         ks = sorted({1, self.trainer.config.rollout.n_val})
         return validation_metrics(episodes, ks)
@@ -255,14 +262,20 @@ class Rollouts:
         self.runner.close()
         self.gateway.stop()
 
-    def run(self, tasks: Sequence[Task], *, n: int, step: int = 0, validation: bool = False) -> list[Episode]:
+    def run(
+        self,
+        tasks: Sequence[Task],
+        *,
+        n: int,
+        step: int = 0,
+        validation: bool = False,
+        adapter: str = DEFAULT_ADAPTER,
+    ) -> list[Episode]:
         """`n` episodes of every task, in task order. Too many failures stop the run with the first traceback."""
         seed = self.config.trainer.seed
         label = "val" if validation else str(step)
         requests = [
-            EpisodeRequest(
-                task=task, uid=f"{task.id}:{k}", seed=stable_seed(seed, label, task.id, k), is_validation=validation
-            )
+            EpisodeRequest(task, f"{task.id}:{k}", stable_seed(seed, label, task.id, k), validation, adapter)
             for task in tasks
             for k in range(n)
         ]
@@ -296,8 +309,7 @@ def evaluate(
     resolved = config if isinstance(config, Resolved) else load_config(base=config)
     config = resolved.config.model_copy(deep=True)
     config.lora.adapter_path = adapter
-    if adapter is None:
-        config.lora.rank = config.lora.rank or 1
+    config.lora.rank = config.lora.rank or 1
     config.rollout.n_val = max(config.rollout.n_val, *ks)
     tasks = _dataset(dataset, config.data.val_files, "val", config)
     if tasks is None:
@@ -306,7 +318,8 @@ def evaluate(
     backend = create_backend(config)
     try:
         with Rollouts(backend, config, agent_flow, workflow_class, workflow_args or {}, evaluator) as rollouts:
-            episodes = rollouts.run(list(tasks), n=config.rollout.n_val, validation=True)
+            name = DEFAULT_ADAPTER if adapter else BASE
+            episodes = rollouts.run(list(tasks), n=config.rollout.n_val, validation=True, adapter=name)
     finally:
         backend.close()
     return {

@@ -12,6 +12,9 @@ BASE = "base"
 """Adapter name that means: the base model, adapter off."""
 DEFAULT_ADAPTER = "default"
 """Name of the adapter all roles share unless they have their own."""
+INITIAL_ADAPTER = "initial"
+"""Name of the adapter as it was before the first step. With LoRA it costs nothing to keep, so the starting policy can be sampled
+at any time; full fine-tuning has none."""
 
 
 @dataclass

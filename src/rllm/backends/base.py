@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rllm.algorithms.spec import BASE, DEFAULT_ADAPTER, Datum, LossSpec
+from rllm.algorithms.spec import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, Datum, LossSpec
 
 __all__ = [
     "BASE",
     "CAPABILITIES",
     "DEFAULT_ADAPTER",
+    "INITIAL_ADAPTER",
     "AdamParams",
     "Backend",
     "Capabilities",

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from rllm.backends.base import DEFAULT_ADAPTER, Backend
 from rllm.errors import UserError
@@ -56,15 +57,14 @@ class Gateway:
             target=self._server.run, kwargs={"sockets": [listener]}, name="rllm-gateway", daemon=True
         )
         self._thread.start()
-        waited = threading.Event()
-        for _ in range(int(START_TIMEOUT_S * 100)):
-            if self._server.started:
-                return
-            waited.wait(0.01)
-        raise UserError(f"the gateway did not start on {self.host}:{self.port} within {START_TIMEOUT_S:.0f} s")
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._server.started:
+            if time.monotonic() > deadline or not self._thread.is_alive():
+                raise UserError(f"the gateway did not start on {self.host}:{self.port}; its log above says why")
+            time.sleep(0.005)
 
     def stop(self) -> None:
-        """End the thread and free the port."""
+        """End the thread and free the port; calls under way are cancelled."""
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
             self._server.force_exit = True
@@ -72,7 +72,7 @@ class Gateway:
         self._server = self._thread = None
         self._sessions.clear()
 
-    def __enter__(self) -> Gateway:
+    def __enter__(self) -> Self:
         self.start()
         return self
 

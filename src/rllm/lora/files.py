@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -141,9 +142,12 @@ def verify_with_peft(folder: Path, base: Path, ids: Tensor, expected: Tensor) ->
     """Largest difference between `expected` logits [1, T, vocab] and those of the folder loaded by PEFT over the same base."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    peft_model = PeftModel.from_pretrained(model, str(folder)).eval()
-    with torch.no_grad():
+    logging.disable_progress_bar()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        peft_model = PeftModel.from_pretrained(model, str(folder)).eval()
         logits = peft_model(input_ids=ids.cpu()).logits
     return float((logits - expected.cpu()).abs().max())

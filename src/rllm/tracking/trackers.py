@@ -91,6 +91,8 @@ class ConsoleTracker:
             for heading in ("metric", "before", "after", "change"):
                 table.add_column(heading, justify="left" if heading == "metric" else "right")
             for name in dict.fromkeys([*before, *after]):
+                if "/reward/" in name or (name.endswith("/failed") and not (before.get(name) or after.get(name))):
+                    continue  # what the other rows say already; result.json has all of them
                 b, a = before.get(name), after.get(name)
                 change = f"{a - b:+.3f}" if a is not None and b is not None else ""
                 table.add_row(name, "" if b is None else f"{b:.3f}", "" if a is None else f"{a:.3f}", change)

@@ -5,9 +5,11 @@ Puts the parts together behind the `Backend` contract; the work is in model, eng
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import shutil
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from rllm.backends.base import BASE, DEFAULT_ADAPTER, AdamParams, Completion, Datum, LossSpec, SamplingParams
+from rllm.backends.base import (
+    DEFAULT_ADAPTER,
+    INITIAL_ADAPTER,
+    AdamParams,
+    Completion,
+    Datum,
+    LossSpec,
+    SamplingParams,
+)
 from rllm.backends.local.engine import Engine
 from rllm.backends.local.learner import Learner
 from rllm.backends.local.loading import (
@@ -57,7 +67,10 @@ class LocalBackend:
             seed=config.trainer.seed,
             decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         )
+        self._initial = {INITIAL_ADAPTER: a.snapshot(model.dtype) for a in adapters.values()}
         self._publish_to_engine()
+        # The first optimizer step imports this, which takes seconds: have it ready before then.
+        threading.Thread(target=importlib.import_module, args=("torch._dynamo",), daemon=True).start()
 
     @classmethod
     def create(cls, config: Config) -> LocalBackend:
@@ -169,7 +182,7 @@ class LocalBackend:
     def _publish_to_engine(self) -> None:
         # Full fine-tuning trains the sampled tensors themselves: publishing only counts the version.
         snapshots = {name: adapter.snapshot(self.model.dtype) for name, adapter in self.adapters.items()}
-        self.engine.publish(snapshots or {DEFAULT_ADAPTER: None}, self.policy_version)
+        self.engine.publish({**self._initial, **snapshots} or {DEFAULT_ADAPTER: None}, self.policy_version)
 
     @torch.no_grad()
     def _verify(self, path: Path) -> float | None:

@@ -26,9 +26,10 @@ LOGIT_ELEMENTS = 16 * 2**20
 class Learner:
     """Accumulates gradients of losses over rows and steps the optimizer. `adapters` empty: all weights of `model` are trained."""
 
-    def __init__(self, model: Decoder, adapters: Mapping[str, LoraAdapter], micro_batch_tokens: int = 16384):
+    def __init__(self, model: Decoder, adapters: Mapping[str, LoraAdapter], micro_batch_tokens: int | None = None):
         self.model, self.adapters = model, dict(adapters)
-        self.micro_batch_tokens = micro_batch_tokens
+        # Measured: on CPU smaller batches stay in cache, a GPU wants larger ones.
+        self.micro_batch_tokens = micro_batch_tokens or (32768 if model.device.type == "cuda" else 8192)
         if not self.adapters:
             model.full_finetuning()
         self.masters = _float32_masters(model) if not self.adapters else {}

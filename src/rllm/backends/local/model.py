@@ -108,8 +108,12 @@ class DecoderLayer(nn.Module):
 
         self.qkv, self.o, self.gate_up, self.down = (linear(block) for block in BLOCKS)
         self.input_norm, self.post_norm = vector(config.hidden_size), vector(config.hidden_size)
-        self.q_norm = vector(config.head_dim) if config.qk_norm else None
-        self.k_norm = vector(config.head_dim) if config.qk_norm else None
+        # Row 0 normalises the query heads, row 1 the key heads.
+        self.qk_norm = (
+            nn.Parameter(torch.empty(2, config.head_dim, dtype=dtype, device=device), requires_grad=False)
+            if config.qk_norm
+            else None
+        )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, lora: LowRank | None) -> Tensor:
         c, n = self.config, x.shape[0]
@@ -118,12 +122,14 @@ class DecoderLayer(nn.Module):
             return None if lora is None else lora.pair(self.index, block)
 
         h = rms_norm(x, self.input_norm, c.rms_eps)
-        q, k, v = self.qkv(h, pair("qkv")).split(c.block_rows("qkv"), dim=-1)
-        q, k = q.reshape(n, c.n_heads, c.head_dim), k.reshape(n, c.n_kv_heads, c.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = rms_norm(q, self.q_norm, c.rms_eps), rms_norm(k, self.k_norm, c.rms_eps)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        mixed = attend(self.index, q, k, v.reshape(n, c.n_kv_heads, c.head_dim))
+        qkv = self.qkv(h, pair("qkv")).view(n, c.n_heads + 2 * c.n_kv_heads, c.head_dim)
+        # Queries and keys go through norm and rotation together: half the operations.
+        qk, v = qkv.split((c.n_heads + c.n_kv_heads, c.n_kv_heads), dim=1)
+        if self.qk_norm is not None:
+            weight = torch.cat((self.qk_norm[:1].expand(c.n_heads, -1), self.qk_norm[1:].expand(c.n_kv_heads, -1)))
+            qk = rms_norm(qk, weight, c.rms_eps)
+        q, k = rotate(qk, cos, sin).split((c.n_heads, c.n_kv_heads), dim=1)
+        mixed = attend(self.index, q, k, v)
         x = x + self.o(mixed.reshape(n, -1), pair("o"))
         h = rms_norm(x, self.post_norm, c.rms_eps)
         gate, up = self.gate_up(h, pair("gate_up")).split(c.block_rows("gate_up"), dim=-1)
@@ -201,9 +207,9 @@ class Decoder(nn.Module):
                         yield f"{prefix}{name}.bias", bias
             yield f"{prefix}input_layernorm.weight", layer.input_norm
             yield f"{prefix}post_attention_layernorm.weight", layer.post_norm
-            if layer.q_norm is not None and layer.k_norm is not None:
-                yield f"{prefix}self_attn.q_norm.weight", layer.q_norm
-                yield f"{prefix}self_attn.k_norm.weight", layer.k_norm
+            if layer.qk_norm is not None:
+                yield f"{prefix}self_attn.q_norm.weight", layer.qk_norm[0]
+                yield f"{prefix}self_attn.k_norm.weight", layer.qk_norm[1]
         yield "model.norm.weight", self.final_norm
         if self.head is not None:
             yield "lm_head.weight", self.head
@@ -237,24 +243,26 @@ class Decoder(nn.Module):
             angles = torch.outer(
                 torch.arange(self.config.max_position, device=self.device, dtype=torch.float32), self.inv_freq
             )
-            angles = torch.cat((angles, angles), dim=-1)
-            self._rope = (
-                (angles.cos() * self.rope_scale).to(self.dtype),
-                (angles.sin() * self.rope_scale).to(self.dtype),
-            )
+            cos, sin = angles.cos() * self.rope_scale, angles.sin() * self.rope_scale
+            self._rope = (torch.cat((cos, cos), dim=-1).to(self.dtype), torch.cat((-sin, sin), dim=-1).to(self.dtype))
         cos, sin = self._rope
         return F.embedding(positions, cos).unsqueeze(1), F.embedding(positions, sin).unsqueeze(1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square normalisation over the last axis (Zhang and Sennrich 2019), statistics in float32."""
-    return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight
+    h = x.float()
+    if x.is_cuda:  # one fused kernel there; on CPU torch takes it apart, more slowly than this
+        return F.rms_norm(h, (x.shape[-1],), None, eps).to(x.dtype) * weight
+    return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021) in the half-split layout; x [N, heads, head_dim]."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    """Rotary position embedding (Su et al. 2021) in the half-split layout; x [N, heads, head_dim].
+
+    The sign of the rotation is in `sin`, whose first half is negative (see `Decoder._rotary`).
+    """
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
 
 class PackedCausal:
