@@ -25,6 +25,7 @@ from rllm.config.schema import Config
 from rllm.data.dataset import Dataset, load_dataset
 from rllm.errors import ConfigError, DataError, RunError
 from rllm.gateway.server import Gateway
+from rllm.lora.files import match_config_to_adapter
 from rllm.rollouts.runner import EpisodeRequest, EpisodeRunner
 from rllm.tracking.run_folder import RunFolder
 from rllm.tracking.trackers import make_trackers
@@ -309,7 +310,8 @@ def evaluate(
     resolved = config if isinstance(config, Resolved) else load_config(base=config)
     config = resolved.config.model_copy(deep=True)
     config.lora.adapter_path = adapter
-    config.lora.rank = config.lora.rank or 1
+    if adapter:
+        config = match_config_to_adapter(config)
     config.rollout.n_val = max(config.rollout.n_val, *ks)
     tasks = _dataset(dataset, config.data.val_files, "val", config)
     if tasks is None:

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rllm.config.schema import Config
 from rllm.errors import ModelError
 from rllm.lora.adapter import LoraAdapter
 
@@ -151,3 +152,18 @@ def verify_with_peft(folder: Path, base: Path, ids: Tensor, expected: Tensor) ->
         peft_model = PeftModel.from_pretrained(model, str(folder)).eval()
         logits = peft_model(input_ids=ids.cpu()).logits
     return float((logits - expected.cpu()).abs().max())
+
+
+def match_config_to_adapter(config: Config) -> Config:
+    """A copy of `config` whose rank, alpha and targets are those of the folder ``lora.adapter_path``, for using it as it is."""
+    assert config.lora.adapter_path is not None
+    saved, matrices = read_adapter(Path(config.lora.adapter_path))
+    lora = config.lora.model_copy(
+        update={
+            "rank": saved["r"],
+            "alpha": saved["lora_alpha"],
+            "target_modules": sorted(matrices),
+            "exclude_modules": None,
+        }
+    )
+    return config.model_copy(update={"lora": lora})

@@ -1,0 +1,167 @@
+"""The commands themselves. What they do lives in `trainer`, `sft` and `serve`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import rllm
+from rllm.config.load import Resolved, load_config, load_model, reference, show_config
+from rllm.config.schema import Config
+from rllm.errors import ConfigError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Reinforcement learning with LoRA for LLM agents.",
+)
+
+
+def _keys(kind: Any) -> str:
+    """All config keys of a tree, as text that help output leaves as it is."""
+    lines = [f"  {key}={default}\n      {text}" for key, default, text in reference(kind)]
+    return "\b\nConfig keys and defaults (key=value; verl's spellings of them work too):\n" + "\n".join(lines)
+
+
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config overrides")]
+ConfigFiles = Annotated[list[Path] | None, typer.Option("--config", "-c", help="YAML config file; may be given again")]
+TargetArgument = Annotated[str, typer.Argument(help="Python file or module with the flow; file.py:name picks one")]
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"rllm {rllm.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version")] = False,
+) -> None:
+    """Reinforcement learning with LoRA for LLM agents."""
+
+
+@app.command(epilog=_keys(Config))
+def train(
+    target: TargetArgument,
+    overrides: Overrides = None,
+    config: ConfigFiles = None,
+    show: Annotated[bool, typer.Option("--show-config", help="Print the resolved config with its sources and stop")] = False,
+) -> None:
+    """Train a flow with reinforcement learning."""
+    from rllm.cli.target import load_target
+
+    # Config mistakes that need no user code are told before any of it runs.
+    load_config(config or (), overrides or ())
+    found = load_target(target)
+    resolved = load_config(config or (), overrides or (), defaults=found.defaults)
+    if show:
+        typer.echo(show_config(resolved))
+        return
+    from rllm.trainer import AgentTrainer
+
+    AgentTrainer(
+        agent_flow=found.flow,
+        workflow_class=found.workflow_class,
+        evaluator=found.evaluator,
+        config=resolved,
+        train_dataset=_dataset(found.train_dataset, resolved, resolved.config.data.train_files),
+        val_dataset=_dataset(found.val_dataset, resolved, resolved.config.data.val_files),
+    ).train()
+
+
+@app.command("eval")
+def evaluate(
+    target: TargetArgument,
+    overrides: Overrides = None,
+    config: ConfigFiles = None,
+    adapter: Annotated[str, typer.Option(help="PEFT folder to sample with, or none: the model alone")] = "none",
+    model: Annotated[str | None, typer.Option(help="The same as model.path=")] = None,
+    n: Annotated[int | None, typer.Option(min=1, help="Episodes per task (default: rollout.n_val, at least the largest k)")] = None,
+    k: Annotated[str, typer.Option(help="Values of k for the unbiased pass@k, e.g. 1,4")] = "1",
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON result here")] = None,
+) -> None:
+    """Run a flow on its validation tasks without training, and print the result as JSON."""
+    from rllm.cli.target import load_target
+
+    try:
+        ks = sorted({int(part) for part in k.split(",")})
+    except ValueError:
+        raise ConfigError(f"--k {k!r}: expected whole numbers with commas, e.g. 1,4") from None
+    if not ks or ks[0] < 1:
+        raise ConfigError(f"--k {k!r}: every k must be at least 1")
+    extra = [*([f"model.path={model}"] if model else []), *([f"rollout.n_val={n}"] if n else [])]
+    found = load_target(target)
+    resolved = load_config(config or (), [*(overrides or ()), *extra], defaults=found.defaults)
+    from rllm.trainer import evaluate as run
+
+    result = run(
+        agent_flow=found.flow,
+        workflow_class=found.workflow_class,
+        evaluator=found.evaluator,
+        config=resolved,
+        dataset=_dataset(found.val_dataset, resolved, resolved.config.data.val_files),
+        adapter=None if adapter.lower() == "none" else adapter,
+        ks=ks,
+    )
+    text = json.dumps(result, indent=2)
+    if out is not None:
+        out.write_text(text + "\n")
+    typer.echo(text)
+
+
+@app.command()
+def sft(
+    file: Annotated[str | None, typer.Argument(help="JSONL file of {'messages': [...]} chats")] = None,
+    overrides: Overrides = None,
+    config: ConfigFiles = None,
+    show: Annotated[bool, typer.Option("--show-config", help="Print the resolved config with its sources and stop")] = False,
+) -> None:
+    """Fine-tune on chats: cross-entropy on the assistant's tokens, with LoRA or on all weights (lora.rank=0)."""
+    from rllm.sft import SftConfig, run_sft
+
+    arguments = list(overrides or ())
+    if file is not None:
+        arguments.insert(0, file if "=" in file else f"data.train_files={json.dumps(file)}")
+    resolved = load_model(SftConfig, config or (), arguments)
+    if show:
+        typer.echo(show_config(resolved))
+        return
+    run_sft(resolved.config)
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Option(help="Folder, hub id, or default")] = "default",
+    adapter: Annotated[str | None, typer.Option(help="PEFT folder to serve beside the model")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one")] = 8000,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="Config override key=value; may be given again")] = None,
+) -> None:
+    """Serve the model, and an adapter beside it, to any OpenAI client."""
+    values: dict[str, Any] = {"model": {"path": model}, "lora": {"adapter_path": adapter}}
+    resolved = load_config(overrides=overrides or (), base=values)
+    from rllm.lora.files import match_config_to_adapter
+    from rllm.serve.openai import serve_openai
+    from rllm.trainer import create_backend
+
+    config = match_config_to_adapter(resolved.config) if adapter else resolved.config
+    backend = create_backend(config)
+    try:
+        serve_openai(backend, host, port, adapter="adapter" if adapter else None)
+    finally:
+        backend.close()
+
+
+def _dataset(make: Any, resolved: Resolved[Config], files: Any) -> Any:
+    """The module's own dataset unless the config names files."""
+    if files is not None or make is None:
+        return None
+    return make(resolved.config)
+
+
