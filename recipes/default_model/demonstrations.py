@@ -15,7 +15,7 @@ from pathlib import Path
 from rllm.data.countdown import Derivation, derivations, plain, problems, question
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "solver_judge"))
-from solver_judge_flow import (  # noqa: E402  # pyright: ignore[reportMissingImports]
+from solver_judge_flow import (  # pyright: ignore[reportMissingImports]
     NO_SOLUTION,
     judge_prompt,
     solver_prompt,

@@ -6,6 +6,7 @@ Page one of the docs. Knows nothing of the rest of the package: no torch, no HTT
 from __future__ import annotations
 
 import enum
+import itertools
 import re
 import uuid
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ def new_id() -> str:
     return uuid.uuid4().hex
 
 
-class TerminationReason(str, enum.Enum):
+class TerminationReason(enum.StrEnum):
     """Why an episode ended. The value is what metrics and files show."""
 
     MAX_PROMPT_LENGTH_EXCEEDED = "max_prompt_length_exceeded"
@@ -183,7 +184,7 @@ class Trajectory:
     def is_cumulative(self) -> bool:
         """Whether each step's chat extends the one before it."""
         chats = [step.chat_completions for step in self.steps]
-        return all(later[: len(earlier)] == earlier for earlier, later in zip(chats, chats[1:], strict=False))
+        return all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(chats))
 
 
 @dataclass

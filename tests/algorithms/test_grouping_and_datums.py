@@ -111,7 +111,7 @@ def test_an_empty_completion_gives_no_row():
 
 def test_missing_logprobs_are_an_error_that_names_the_step():
     bad = Step(id="call-7", prompt_ids=[1], response_ids=[2, 3])
-    with pytest.raises(ValueError, match="call-7.*2 sampled tokens but 0 log-probabilities"):
+    with pytest.raises(ValueError, match=r"call-7.*2 sampled tokens but 0 log-probabilities"):
         rows_of(trajectory("solver", 1.0, bad), advantage=1.0)
     with pytest.raises(ValueError, match="2 response ids but 1 logprobs"):
         Step(response_ids=[1, 2], logprobs=[0.5])

@@ -19,11 +19,11 @@ from rllm.rewards.countdown import countdown_reward, evaluate_expression, last_a
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes" / "default_model"))
-from demonstrations import (  # noqa: E402  # pyright: ignore[reportMissingImports]
+from demonstrations import (  # pyright: ignore[reportMissingImports]
     HASTY_PHRASES,
     demonstrations,
 )
-from tokenizer import train_tokenizer  # noqa: E402  # pyright: ignore[reportMissingImports]
+from tokenizer import train_tokenizer  # pyright: ignore[reportMissingImports]
 
 EQUATION = re.compile(r"(-?\d+) ([-+*/]) (-?\d+) = (-?\d+)")
 

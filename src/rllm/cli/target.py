@@ -36,13 +36,14 @@ def load_target(text: str) -> Target:
     module = _load_file(Path(place)) if place.endswith(".py") or "/" in place else _load_module(place)
     runnable = _pick(module, name, place)
     flow = runnable if isinstance(runnable, RolloutFlow) else None
+    workflow_class: type | None = runnable if isinstance(runnable, type) else None
     evaluators = [value for value in vars(module).values() if isinstance(value, Evaluator)]
     if flow is not None and len(evaluators) != 1:
         found = ", ".join(e.name for e in evaluators) or "none"
         raise UserError(f"{place}: a flow needs exactly one @rllm.evaluator in its module, found {found}")
     return Target(
         flow,
-        None if flow is not None else runnable,
+        workflow_class,
         evaluators[0] if flow is not None else None,
         getattr(module, "DEFAULTS", {}),
         getattr(module, "train_dataset", None),
@@ -50,7 +51,7 @@ def load_target(text: str) -> Target:
     )
 
 
-def _pick(module: ModuleType, name: str, place: str) -> Any:
+def _pick(module: ModuleType, name: str, place: str) -> RolloutFlow | type:
     found = {
         key: value
         for key, value in vars(module).items()

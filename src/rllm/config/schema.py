@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -20,79 +19,79 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    path: str = Field("default", description="Folder or hub id of a causal LM; `default` is the small model inside the package")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="Dtype of the base; auto: bfloat16 on CUDA, float32 on CPU")
-    device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
-    max_model_len: int | None = Field(None, gt=0, description="Longest prompt + completion in tokens; default: what the model and data limits allow")
+    path: str = Field(default="default", description="Folder or hub id of a causal LM; `default` is the small model inside the package")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="Dtype of the base; auto: bfloat16 on CUDA, float32 on CPU")
+    device: str = Field(default="auto", description="auto | cpu | cuda | cuda:N")
+    max_model_len: int | None = Field(default=None, gt=0, description="Longest prompt + completion in tokens; default: what the model and data limits allow")
 
 
 class LoraConfig(Section):
-    rank: int = Field(8, ge=0, le=4096, description="Rank of the adapter; 0 trains all weights (full fine-tuning)")
-    alpha: float = Field(16, gt=0, description="Scale of the update is alpha / rank")
-    target_modules: str | list[str] = Field("all-linear", description="`all-linear`, a list of names or dotted suffixes, or one full-match regex")
-    exclude_modules: str | list[str] | None = Field(None, description="Modules left out: a full-match regex, or a list of names or suffixes; wins over target_modules")
-    adapter_path: str | None = Field(None, description="PEFT LoRA folder to start from")
+    rank: int = Field(default=8, ge=0, le=4096, description="Rank of the adapter; 0 trains all weights (full fine-tuning)")
+    alpha: float = Field(default=16, gt=0, description="Scale of the update is alpha / rank")
+    target_modules: str | list[str] = Field(default="all-linear", description="`all-linear`, a list of names or dotted suffixes, or one full-match regex")
+    exclude_modules: str | list[str] | None = Field(default=None, description="Modules left out: a full-match regex, or a list of names or suffixes; wins over target_modules")
+    adapter_path: str | None = Field(default=None, description="PEFT LoRA folder to start from")
 
 
 class DataConfig(Section):
-    train_files: str | list[str] | None = Field(None, description="JSONL, JSON, CSV or Parquet file(s), or a built-in dataset name such as `countdown`")
-    val_files: str | list[str] | None = Field(None, description="The same for validation")
-    train_batch_size: int = Field(16, gt=0, description="Tasks per training step")
-    val_batch_size: int = Field(-1, description="Tasks per validation pass at once; -1: all")
-    val_size: int | None = Field(None, gt=0, description="Use only the first N validation tasks")
-    max_prompt_length: int = Field(2048, gt=0, description="Longest prompt in tokens; a longer one fails that call with a clear error")
-    max_response_length: int = Field(512, gt=0, description="Most tokens per completion where a call does not say")
-    shuffle: bool = Field(True, description="Shuffle the training tasks each epoch (seeded)")
-    seed: int | None = Field(None, description="Seed of the task order; default: trainer.seed")
+    train_files: str | list[str] | None = Field(default=None, description="JSONL, JSON, CSV or Parquet file(s), or a built-in dataset name such as `countdown`")
+    val_files: str | list[str] | None = Field(default=None, description="The same for validation")
+    train_batch_size: int = Field(default=16, gt=0, description="Tasks per training step")
+    val_batch_size: int = Field(default=-1, description="Tasks per validation pass at once; -1: all")
+    val_size: int | None = Field(default=None, gt=0, description="Use only the first N validation tasks")
+    max_prompt_length: int = Field(default=2048, gt=0, description="Longest prompt in tokens; a longer one fails that call with a clear error")
+    max_response_length: int = Field(default=512, gt=0, description="Most tokens per completion where a call does not say")
+    shuffle: bool = Field(default=True, description="Shuffle the training tasks each epoch (seeded)")
+    seed: int | None = Field(default=None, description="Seed of the task order; default: trainer.seed")
 
 
 class RolloutConfig(Section):
-    n: int = Field(4, gt=0, description="Episodes per training task (the group size)")
-    n_val: int = Field(1, gt=0, description="Episodes per validation task")
-    temperature: float = Field(1.0, ge=0, description="Sampling temperature in training; enters the log-probabilities on both sides")
-    val_temperature: float | None = Field(None, ge=0, description="Sampling temperature in validation; default: rollout.temperature")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; must be 1 in training")
-    max_tokens: int | None = Field(None, gt=0, description="Most tokens per completion; default: data.max_response_length")
-    max_batch: int = Field(128, gt=0, description="Most sequences the sampler decodes at once")
-    max_concurrency: int = Field(128, gt=0, description="Most episodes running at once")
-    episode_timeout_s: float = Field(600.0, gt=0, description="Deadline of one episode, evaluator included")
-    retries: int = Field(0, ge=0, description="How often a failed episode is tried again")
-    max_failed_fraction: Fraction = Field(0.5, description="Above this share of failed episodes in a step the run stops with the first traceback")
+    n: int = Field(default=4, gt=0, description="Episodes per training task (the group size)")
+    n_val: int = Field(default=1, gt=0, description="Episodes per validation task")
+    temperature: float = Field(default=1.0, ge=0, description="Sampling temperature in training; enters the log-probabilities on both sides")
+    val_temperature: float | None = Field(default=None, ge=0, description="Sampling temperature in validation; default: rollout.temperature")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling; must be 1 in training")
+    max_tokens: int | None = Field(default=None, gt=0, description="Most tokens per completion; default: data.max_response_length")
+    max_batch: int = Field(default=128, gt=0, description="Most sequences the sampler decodes at once")
+    max_concurrency: int = Field(default=128, gt=0, description="Most episodes running at once")
+    episode_timeout_s: float = Field(default=600.0, gt=0, description="Deadline of one episode, evaluator included")
+    retries: int = Field(default=0, ge=0, description="How often a failed episode is tried again")
+    max_failed_fraction: Fraction = Field(default=0.5, description="Above this share of failed episodes in a step the run stops with the first traceback")
 
 
 class OptimConfig(Section):
-    lr: float = Field(1e-3, gt=0, description="Learning rate of AdamW; LoRA wants about 10x that of full fine-tuning")
-    beta1: Fraction = Field(0.9, description="AdamW beta1")
-    beta2: Fraction = Field(0.95, description="AdamW beta2")
-    eps: float = Field(1e-8, gt=0, description="AdamW epsilon")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
-    grad_clip: float = Field(1.0, ge=0, description="Global gradient norm limit; 0: off")
+    lr: float = Field(default=1e-3, gt=0, description="Learning rate of AdamW; LoRA wants about 10x that of full fine-tuning")
+    beta1: Fraction = Field(default=0.9, description="AdamW beta1")
+    beta2: Fraction = Field(default=0.95, description="AdamW beta2")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW epsilon")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay")
+    grad_clip: float = Field(default=1.0, ge=0, description="Global gradient norm limit; 0: off")
 
 
 class AlgorithmConfig(Section):
-    adv_estimator: str = Field("grpo", description="Advantage estimator: grpo | reinforce")
-    grpo_std: Literal["sample", "population", "none"] = Field("sample", description="GRPO divides by: sample std (ddof=1) | population std | nothing")
-    zero_std: Literal["drop", "keep"] = Field("drop", description="Groups whose rewards are all equal: drop (counted) or keep with advantage 0")
-    loss: str = Field("ppo_clip", description="Policy loss: ppo_clip")
-    loss_agg_mode: str = Field("token-mean", description="How token losses are averaged: token-mean")
-    clip_ratio_low: float = Field(0.2, ge=0, description="PPO clip below 1")
-    clip_ratio_high: float = Field(0.2, ge=0, description="PPO clip above 1")
-    kl_beta: float = Field(0.0, ge=0, description="Weight of the KL term to the reference policy (0: none)")
+    adv_estimator: str = Field(default="grpo", description="Advantage estimator: grpo | reinforce")
+    grpo_std: Literal["sample", "population", "none"] = Field(default="sample", description="GRPO divides by: sample std (ddof=1) | population std | nothing")
+    zero_std: Literal["drop", "keep"] = Field(default="drop", description="Groups whose rewards are all equal: drop (counted) or keep with advantage 0")
+    loss: str = Field(default="ppo_clip", description="Policy loss: ppo_clip")
+    loss_agg_mode: str = Field(default="token-mean", description="How token losses are averaged: token-mean")
+    clip_ratio_low: float = Field(default=0.2, ge=0, description="PPO clip below 1")
+    clip_ratio_high: float = Field(default=0.2, ge=0, description="PPO clip above 1")
+    kl_beta: float = Field(default=0.0, ge=0, description="Weight of the KL term to the reference policy (0: none)")
 
 
 class TrainerConfig(Section):
-    total_steps: int | None = Field(None, gt=0, description="Training steps; wins over total_epochs")
-    total_epochs: int = Field(1, gt=0, description="Passes over the training tasks when total_steps is not given")
-    test_freq: int = Field(0, ge=0, description="Validate every N steps (0: only before and after)")
-    save_freq: int = Field(0, ge=0, description="Save the adapter every N steps (0: only at the end)")
-    val_before_train: bool = Field(True, description="Validate before the first step")
-    val_only: bool = Field(False, description="Validate once and stop")
+    total_steps: int | None = Field(default=None, gt=0, description="Training steps; wins over total_epochs")
+    total_epochs: int = Field(default=1, gt=0, description="Passes over the training tasks when total_steps is not given")
+    test_freq: int = Field(default=0, ge=0, description="Validate every N steps (0: only before and after)")
+    save_freq: int = Field(default=0, ge=0, description="Save the adapter every N steps (0: only at the end)")
+    val_before_train: bool = Field(default=True, description="Validate before the first step")
+    val_only: bool = Field(default=False, description="Validate once and stop")
     logger: list[str] = Field(default_factory=lambda: ["console"], description="console, tensorboard (metrics.jsonl is always written)")
-    project_name: str = Field("rllm", description="Name shown by trackers")
-    experiment_name: str | None = Field(None, description="Name of the run folder; default: date and time")
-    run_dir: str = Field("runs", description="Folder that holds the run folders")
-    seed: int = Field(0, ge=0, description="Seed of everything: adapter init, task order, sampling")
-    log_episodes: bool = Field(True, description="Write episodes.jsonl")
+    project_name: str = Field(default="rllm", description="Name shown by trackers")
+    experiment_name: str | None = Field(default=None, description="Name of the run folder; default: date and time")
+    run_dir: str = Field(default="runs", description="Folder that holds the run folders")
+    seed: int = Field(default=0, ge=0, description="Seed of everything: adapter init, task order, sampling")
+    log_episodes: bool = Field(default=True, description="Write episodes.jsonl")
 
     @field_validator("logger", mode="before")
     @classmethod
@@ -101,8 +100,8 @@ class TrainerConfig(Section):
 
 
 class GatewayConfig(Section):
-    host: str = Field("127.0.0.1", description="Address the OpenAI endpoint listens on")
-    port: int = Field(0, ge=0, le=65535, description="Port; 0: any free one")
+    host: str = Field(default="127.0.0.1", description="Address the OpenAI endpoint listens on")
+    port: int = Field(default=0, ge=0, le=65535, description="Port; 0: any free one")
 
 
 class Config(Section):
@@ -114,4 +113,4 @@ class Config(Section):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
-    backend: Literal["local"] = Field("local", description="What holds the weights: local")
+    backend: Literal["local"] = Field(default="local", description="What holds the weights: local")

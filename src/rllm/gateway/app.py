@@ -20,7 +20,15 @@ from starlette.requests import ClientDisconnect
 from rllm.backends.base import BASE, DEFAULT_ADAPTER
 from rllm.gateway.chat import ChatModel
 from rllm.gateway.recorder import Session
-from rllm.gateway.requests import ReplyForm, RequestError, call_params, check_names, plain_messages, plain_prompt, reply_form
+from rllm.gateway.requests import (
+    ReplyForm,
+    RequestError,
+    call_params,
+    check_names,
+    plain_messages,
+    plain_prompt,
+    reply_form,
+)
 from rllm.types import ModelOutput, new_id
 
 logger = logging.getLogger(__name__)

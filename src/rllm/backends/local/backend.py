@@ -10,7 +10,7 @@ import json
 import logging
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from rllm.backends.local.loading import (
     resolve_model,
     save_decoder,
 )
-from rllm.backends.local.model import Decoder, PackedCausal
+from rllm.backends.local.model import Decoder, LowRank, PackedCausal
 from rllm.config.schema import Config, LoraConfig
 from rllm.errors import ConfigError, ModelError
 from rllm.lora.adapter import LoraAdapter
@@ -67,7 +67,7 @@ class LocalBackend:
             seed=config.trainer.seed,
             decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         )
-        self._initial = {INITIAL_ADAPTER: a.snapshot(model.dtype) for a in adapters.values()}
+        self._initial = self._snapshots({INITIAL_ADAPTER: adapters[DEFAULT_ADAPTER]} if adapters else {})
         self._publish_to_engine()
         # The first optimizer step imports this, which takes seconds: have it ready before then.
         threading.Thread(target=importlib.import_module, args=("torch._dynamo",), daemon=True).start()
@@ -181,8 +181,11 @@ class LocalBackend:
 
     def _publish_to_engine(self) -> None:
         # Full fine-tuning trains the sampled tensors themselves: publishing only counts the version.
-        snapshots = {name: adapter.snapshot(self.model.dtype) for name, adapter in self.adapters.items()}
-        self.engine.publish({**self._initial, **snapshots} or {DEFAULT_ADAPTER: None}, self.policy_version)
+        adapters = {**self._initial, **self._snapshots(self.adapters)}
+        self.engine.publish(adapters or {DEFAULT_ADAPTER: None}, self.policy_version)
+
+    def _snapshots(self, adapters: Mapping[str, LoraAdapter]) -> dict[str, LowRank | None]:
+        return {name: adapter.snapshot(self.model.dtype) for name, adapter in adapters.items()}
 
     @torch.no_grad()
     def _verify(self, path: Path) -> float | None:
