@@ -319,7 +319,7 @@ class Turns(rllm.Workflow):
         assert self.seen == [uid], "a fresh instance runs each episode"
         messages = [{"role": "user", "content": task["id"]}]
         trajectory = Trajectory(name="solver")
-        for turn in range(2):
+        for _ in range(2):
             output = await self.rollout_engine.get_model_response(messages)
             step = Step.from_model_output(output, messages)
             step.reward = 0.5

@@ -9,6 +9,7 @@ import importlib
 import json
 import logging
 import shutil
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 # Loading a second copy of the base to check a saved adapter is worth it up to here; above, the file itself is read back.
 VERIFY_MAX_PARAMETERS = 500_000_000
 VERIFY_TOLERANCE = 1e-4
+SWITCH_INTERVAL_S = 0.0005
 
 
 class LocalBackend:
@@ -69,6 +71,9 @@ class LocalBackend:
         )
         self._initial = self._snapshots({INITIAL_ADAPTER: adapters[DEFAULT_ADAPTER]} if adapters else {})
         self._publish_to_engine()
+        # The sampler's thread lets go of the interpreter lock at every operation; with the usual 5 ms switch interval each gateway
+        # request would hold it up for that long.
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         # The first optimizer step imports this, which takes seconds: have it ready before then.
         threading.Thread(target=importlib.import_module, args=("torch._dynamo",), daemon=True).start()
 
