@@ -98,3 +98,20 @@ def backend(running_gateway: Gateway) -> EchoBackend:
     echo: Any = running_gateway.model.backend
     echo.reset()
     return echo
+
+
+@pytest.fixture
+def make(tmp_path):
+    """``make("qwen3", tie_word_embeddings=False)`` -> (transformers model, our decoder, folder)."""
+    from tiny_models import build
+
+    from rllm.backends.local.loading import load_decoder
+
+    def _make(kind: str, **settings):
+        folder = tmp_path / kind
+        model = build(kind, folder, **settings)
+        return model, load_decoder(folder), folder
+
+    return _make
+
+

@@ -6,10 +6,11 @@ Knows token ids; nothing of text (but for stop strings), HTTP or training.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rllm.backends.base import BASE, Completion, FinishReason, SamplingParams
-from rllm.backends.local.kv_cache import DecodeAttention, KVCache
+from rllm.backends.local.kv_cache import DecodeAttention, KVCache, default_kv_bytes
 from rllm.backends.local.model import Decoder, LowRank, PackedCausal
 from rllm.backends.local.sampling import BatchParams, sample, uniforms
 
@@ -26,6 +27,8 @@ PREFILL_TOKENS = 8192
 PREFIX_CACHE_BYTES = 256 * 2**20
 # How much text is decoded again to look for stop strings that span tokens.
 STOP_TAIL_TOKENS = 16
+# Below this a division of logits by the temperature overflows float32 for ordinary models; 0 means greedy.
+MIN_TEMPERATURE = 1e-5
 
 
 @dataclass(eq=False)
@@ -47,6 +50,11 @@ class _Request:
         """Where the last sampled token stands in the sequence."""
         return len(self.prompt) + len(self.ids) - 1
 
+    @property
+    def final_length(self) -> int:
+        """The most tokens the sequence can come to."""
+        return len(self.prompt) + self.limit
+
 
 @dataclass
 class _Prefix:
@@ -61,8 +69,16 @@ class _Prefix:
         return self.k.nbytes + self.v.nbytes + self.logits.nbytes
 
 
+_PromptKey = tuple[str, tuple[int, ...]]
+"""(adapter, prompt ids)"""
+
+
 class Engine:
-    """Samples completions in its own thread. `decode` turns ids into text and is needed for stop strings only."""
+    """Samples completions in its own thread.
+
+    `decode` turns ids into text and is needed for stop strings only. `kv_bytes` bounds the keys and values of the running batch:
+    requests wait when the batch could outgrow it (one request always runs); default: a share of the device's memory.
+    """
 
     def __init__(
         self,
@@ -73,19 +89,29 @@ class Engine:
         max_model_len: int,
         seed: int = 0,
         decode: Callable[[list[int]], str] | None = None,
+        kv_bytes: int | None = None,
     ):
         self.model, self.max_batch, self.max_model_len = model, max_batch, max_model_len
         self.eos_ids, self.decode = frozenset(eos_ids), decode
         self.version = 0
         self._adapters: dict[str, LowRank | None] = {BASE: None}
         self._seeds = np.random.Generator(np.random.Philox(key=seed))
-        self._cache = KVCache(model.config, model.dtype, model.device)
-        self._prefixes: OrderedDict[tuple[str, tuple[int, ...]], _Prefix] = OrderedDict()
+        self.kv_bytes = default_kv_bytes(model.device) if kv_bytes is None else kv_bytes
+        self._cache = KVCache(model.config, model.dtype, model.device, max_model_len, self.kv_bytes)
+        self._prefixes: OrderedDict[_PromptKey, _Prefix] = OrderedDict()
+        self._prefix_bytes = 0
         self._running: list[_Request] = []
         self._settings: BatchParams | None = None
         self._waiting: deque[_Request] = deque()
         self._commands: deque[tuple[Callable[[], None], Future[None]]] = deque()
-        self._stats = {"generated_tokens": 0, "prefill_tokens": 0, "prefix_hits": 0, "decode_steps": 0, "busy_s": 0.0}
+        self._stats = {
+            "generated_tokens": 0,
+            "prefill_tokens": 0,
+            "prefix_hits": 0,
+            "decode_steps": 0,
+            "prefill_s": 0.0,
+            "decode_s": 0.0,
+        }
         self._wake = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._loop, name="rllm-engine", daemon=True)
@@ -94,9 +120,15 @@ class Engine:
     # Called from any thread
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str = BASE) -> Future[Completion]:
-        """Queue one completion. Cancelling the future frees its place in the batch at the next token."""
+        """Queue one completion. Cancelling the future frees its place in the batch at the next token.
+
+        Raises ValueError for what cannot be sampled (adapter, prompt or params), RuntimeError after `close`.
+        """
         if adapter not in self._adapters:
-            raise ValueError(f"unknown adapter {adapter!r}; published are {', '.join(sorted(self._adapters))}")
+            raise _unknown_adapter(adapter, self._adapters)
+        _check_params(params)
+        if params.stop and self.decode is None:
+            raise ValueError("stop strings need an engine that can turn ids into text (decode=); use stop_token_ids")
         if not prompt_ids:
             raise ValueError("the prompt is empty; give at least one token")
         limit = min(params.max_tokens, self.max_model_len - len(prompt_ids))
@@ -122,12 +154,17 @@ class Engine:
         return await asyncio.wrap_future(self.submit(prompt_ids, params, adapter))
 
     def publish(self, adapters: Mapping[str, LowRank | None], version: int) -> None:
-        """From the next token on, sample with these adapters; returns once that is so. Prompts read under old weights are forgotten."""
+        """From the next token on, sample with these adapters; returns once that is so.
+
+        Prompts read under old weights are forgotten; requests whose adapter is not among the new ones fail.
+        """
 
         def apply() -> None:
             self._adapters = {BASE: None, **adapters}
             self.version = version
             self._prefixes.clear()
+            self._prefix_bytes = 0
+            self._fail_orphans()
 
         done: Future[None] = Future()
         with self._wake:
@@ -138,7 +175,7 @@ class Engine:
         done.result()
 
     def stats(self) -> dict[str, float]:
-        """Counts since the start: tokens generated and prefilled, prefix hits, decode steps, seconds at work."""
+        """Counts since the start: tokens generated and prefilled, prefix hits, decode steps; seconds spent prefilling and decoding."""
         return dict(self._stats)
 
     def close(self) -> None:
@@ -161,17 +198,19 @@ class Engine:
                 for apply, done in commands:
                     apply()
                     done.set_result(None)
-                started = time.perf_counter()
                 try:
                     self._drop_cancelled()
+                    started = time.perf_counter()
                     self._admit()
+                    admitted = time.perf_counter()
                     if self._running:
                         self._decode_step()
+                    self._stats["prefill_s"] += admitted - started
+                    self._stats["decode_s"] += time.perf_counter() - admitted
                 except Exception as error:  # a failed step must fail its requests, not end the thread silently
                     for request in self._running:
                         _fail(request, error)
                     self._set_running([])
-                self._stats["busy_s"] += time.perf_counter() - started
         for request in [*self._running, *self._waiting]:
             _fail(request, RuntimeError("the engine was closed"))
         for _, done in self._commands:
@@ -192,59 +231,80 @@ class Engine:
         if gone:
             self._remove(gone)
 
+    def _fail_orphans(self) -> None:
+        """Requests that ask for an adapter no longer published cannot go on."""
+
+        def orphaned(request: _Request) -> bool:
+            if request.adapter in self._adapters:
+                return False
+            _fail(request, _unknown_adapter(request.adapter, self._adapters))
+            return True
+
+        gone = [slot for slot, request in enumerate(self._running) if orphaned(request)]
+        if gone:
+            self._remove(gone)
+        with self._wake:
+            self._waiting = deque(request for request in self._waiting if not orphaned(request))
+
+    def _next_requests(self) -> list[_Request]:
+        """Take from the queue, in order, what fits beside the running ones even if every sequence grows to its limit."""
+        fresh: list[_Request] = []
+        longest = max((request.final_length for request in self._running), default=0)
+        while self._waiting and (rows := len(self._running) + len(fresh) + 1) <= self.max_batch:
+            request = self._waiting[0]
+            if not request.future.cancelled():
+                longest = max(longest, request.final_length)
+                if rows > 1 and self._cache.nbytes_of(rows, longest) > self.kv_bytes:
+                    break
+                fresh.append(request)
+            self._waiting.popleft()
+        return fresh
+
     def _admit(self) -> None:
         """Let waiting requests join: prefill the prompts not yet known (each once), then sample their first tokens."""
-        fresh: list[_Request] = []
-        while self._waiting and len(self._running) + len(fresh) < self.max_batch:
-            request = self._waiting.popleft()
-            if not request.future.cancelled():
-                fresh.append(request)
+        fresh = self._next_requests()
         if not fresh:
             return
+        alike: dict[_PromptKey, list[_Request]] = {}
+        for request in fresh:
+            alike.setdefault((request.adapter, request.prompt), []).append(request)
+        first = len(self._running)
         try:
-            prefixes = self._prefill(fresh)
-            first = len(self._running)
-            longest = max(len(r.prompt) + 1 for r in fresh)
-            self._cache.reserve(first + len(fresh), longest)
-            for slot, request in enumerate(fresh, first):
-                prefix = prefixes[request.adapter, request.prompt]
-                self._cache.fill(slot, prefix.k, prefix.v)
-            logits = torch.stack([prefixes[r.adapter, r.prompt].logits for r in fresh])
+            prefixes = self._prefill(list(alike))
+            self._cache.reserve(first + len(fresh), max(len(r.prompt) + 1 for r in fresh))
+            slot = first
+            for key, requests in alike.items():
+                self._cache.fill(slot, len(requests), prefixes[key].k, prefixes[key].v)
+                slot += len(requests)
+            logits = torch.stack([prefixes[key].logits for key, requests in alike.items() for _ in requests])
         except Exception as error:
             for request in fresh:
                 _fail(request, error)
             return
-        self._set_running(self._running + fresh)
-        settings = BatchParams.of([r.params for r in fresh], self.model.config.vocab_size, self.model.device)
-        self._take_tokens(logits, settings, list(range(first, first + len(fresh))))
+        self._stats["prefix_hits"] += len(fresh) - len(alike)
+        joined = [request for requests in alike.values() for request in requests]
+        self._set_running(self._running + joined)
+        settings = BatchParams.of([r.params for r in joined], self.model.config.vocab_size, self.model.device)
+        self._take_tokens(logits, settings, range(first, first + len(joined)))
 
-    def _prefill(self, requests: Sequence[_Request]) -> dict[tuple[str, tuple[int, ...]], _Prefix]:
-        """The prefix of every request's prompt, from the cache or computed: packed, under a token budget, per adapter."""
-        found: dict[tuple[str, tuple[int, ...]], _Prefix] = {}
+    def _prefill(self, keys: Sequence[_PromptKey]) -> dict[_PromptKey, _Prefix]:
+        """The prefix of every prompt, from the cache or computed: packed, under a token budget, per adapter."""
+        found: dict[_PromptKey, _Prefix] = {}
         missing: dict[str, list[tuple[int, ...]]] = {}
-        for request in requests:
-            key = (request.adapter, request.prompt)
-            if key in found or request.prompt in missing.get(request.adapter, ()):
-                self._stats["prefix_hits"] += 1
-            elif key in self._prefixes:
+        for key in keys:
+            if key in self._prefixes:
                 self._stats["prefix_hits"] += 1
                 self._prefixes.move_to_end(key)
                 found[key] = self._prefixes[key]
             else:
-                missing.setdefault(request.adapter, []).append(request.prompt)
+                missing.setdefault(key[0], []).append(key[1])
         for adapter, prompts in missing.items():
-            prompts.sort(key=len)
-            batch: list[tuple[int, ...]] = []
-            for prompt in [*prompts, None]:
-                if batch and (prompt is None or (len(batch) + 1) * len(prompt) > PREFILL_TOKENS):
-                    for text, prefix in zip(batch, self._prefill_batch(batch, adapter), strict=True):
-                        found[adapter, text] = self._prefixes[adapter, text] = prefix
-                    batch = []
-                if prompt is not None:
-                    batch.append(prompt)
-        held = sum(prefix.nbytes for prefix in self._prefixes.values())
-        while held > PREFIX_CACHE_BYTES:
-            held -= self._prefixes.popitem(last=False)[1].nbytes
+            for batch in _by_budget(prompts):
+                for prompt, prefix in zip(batch, self._prefill_batch(batch, adapter), strict=True):
+                    found[adapter, prompt] = self._prefixes[adapter, prompt] = prefix
+                    self._prefix_bytes += prefix.nbytes
+        while self._prefix_bytes > PREFIX_CACHE_BYTES:
+            self._prefix_bytes -= self._prefixes.popitem(last=False)[1].nbytes
         return found
 
     def _prefill_batch(self, prompts: Sequence[tuple[int, ...]], adapter: str) -> list[_Prefix]:
@@ -280,11 +340,11 @@ class Engine:
                 attend = DecodeAttention(self._cache, where[rows], longest, rows)
                 logits[rows] = self.model.logits(self.model(ids[rows], where[rows], attend, self._adapters[name]))
         self._stats["decode_steps"] += 1
-        self._take_tokens(logits, self._batch_params(), list(range(len(running))))
+        self._take_tokens(logits, self._batch_params(), range(len(running)))
 
-    def _take_tokens(self, logits: Tensor, settings: BatchParams, slots: list[int]) -> None:
+    def _take_tokens(self, logits: Tensor, settings: BatchParams, slots: range) -> None:
         """Sample one token for each of `slots` from its row of `logits`; finish and remove what is done."""
-        rows = [self._running[slot] for slot in slots]
+        rows = self._running[slots.start : slots.stop]
         u = torch.tensor([r.uniforms[len(r.ids)] for r in rows], dtype=torch.float64, device=logits.device)
         sampled, logprobs = sample(logits, settings, u)
         finished: list[int] = []
@@ -292,7 +352,12 @@ class Engine:
             request.ids.append(token)
             request.logprobs.append(logprob)
             request.versions.append(self.version)
-            reason = self._finish_reason(request)
+            try:
+                reason = self._finish_reason(request)
+            except Exception as error:  # what is wrong with one row does not concern the others
+                finished.append(slot)
+                _fail(request, error)
+                continue
             if reason is not None:
                 finished.append(slot)
                 _finish(request, reason)
@@ -302,9 +367,15 @@ class Engine:
 
     def _finish_reason(self, request: _Request) -> FinishReason | None:
         token = request.ids[-1]
+        if not math.isfinite(request.logprobs[-1]):
+            raise FloatingPointError(
+                f"the model gave logits that are not finite at position {request.position} (adapter {request.adapter!r}, "
+                f"policy version {self.version}); the weights have probably diverged: try a lower learning rate"
+            )
         if token in self.eos_ids or token in request.params.stop_token_ids:
             return "stop"
-        if request.params.stop and self.decode is not None:
+        if request.params.stop:
+            assert self.decode is not None
             tail = self.decode(request.ids[-STOP_TAIL_TOKENS - max(map(len, request.params.stop)) :])
             if any(stop in tail for stop in request.params.stop):
                 return "stop"
@@ -321,6 +392,34 @@ class Engine:
         self._set_running(running)
 
 
+def _check_params(params: SamplingParams) -> None:
+    if not (params.temperature == 0 or MIN_TEMPERATURE <= params.temperature < math.inf):
+        raise ValueError(
+            f"temperature is {params.temperature}; allowed: 0 (greedy) or a finite number from {MIN_TEMPERATURE} on"
+        )
+    if not 0 < params.top_p <= 1:
+        raise ValueError(f"top_p is {params.top_p}; allowed: above 0 up to 1 (1: off)")
+    if params.top_k < 0:
+        raise ValueError(f"top_k is {params.top_k}; allowed: 0 (off) or a positive number")
+    if "" in params.stop:
+        raise ValueError("a stop string is empty; leave it out")
+
+
+def _unknown_adapter(name: str, published: Mapping[str, object]) -> ValueError:
+    return ValueError(f"unknown adapter {name!r}; published are {', '.join(sorted(published))}")
+
+
+def _by_budget(prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    """Batches of prompts of like length, each at most PREFILL_TOKENS when padded to its longest (or one prompt)."""
+    batch: list[tuple[int, ...]] = []
+    for prompt in sorted(prompts, key=len):
+        if batch and (len(batch) + 1) * len(prompt) > PREFILL_TOKENS:
+            yield batch
+            batch = []
+        batch.append(prompt)
+    yield batch
+
+
 def _finish(request: _Request, reason: FinishReason) -> None:
     try:
         request.future.set_result(Completion(request.ids, request.logprobs, request.versions, reason))
@@ -333,5 +432,3 @@ def _fail(request: _Request, error: Exception) -> None:
         request.future.set_exception(error)
     except InvalidStateError:
         pass
-
-

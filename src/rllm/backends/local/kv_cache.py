@@ -5,6 +5,8 @@ Slots 0..n-1 are the running ones, so decoding reads views and copies nothing. K
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,36 +16,54 @@ from rllm.backends.local.model import DecoderConfig
 POSITION_STEP = 64
 
 
-class KVCache:
-    """Grows on demand in slots and positions. `k` and `v` are [layers, slots, kv_heads, positions, head_dim]."""
+def default_kv_bytes(device: torch.device) -> int:
+    """What the running sequences may take unless told: half of the free memory on CUDA, a quarter of the machine's on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 2
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device):
-        self.config = config
+
+class KVCache:
+    """Grows on demand in slots and positions, in big steps as long as it stays under `max_bytes`.
+
+    `k` and `v` are [layers, slots, kv_heads, positions, head_dim].
+    """
+
+    def __init__(
+        self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, max_positions: int, max_bytes: int
+    ):
+        self.max_positions, self.max_bytes = max_positions, max_bytes
         # Zeros, not garbage: a masked position still meets its value with weight 0, and 0 * NaN is NaN.
         shape = (config.n_layers, 0, config.n_kv_heads, 0, config.head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
 
+    def nbytes_of(self, slots: int, positions: int) -> int:
+        """Bytes of keys and values of `slots` sequences of `positions` tokens each."""
+        layers, _, heads, _, size = self.k.shape
+        return 2 * layers * heads * size * self.k.element_size() * slots * positions
+
     def reserve(self, slots: int, positions: int) -> None:
-        """Make room for `slots` sequences of `positions` tokens; what is stored stays."""
+        """Make room for `slots` sequences of `positions` tokens; what they hold stays, what lies beyond may go."""
         have_slots, have_positions = self.k.shape[1], self.k.shape[3]
         if slots <= have_slots and positions <= have_positions:
             return
-        if slots > have_slots:
-            slots = max(slots, 2 * have_slots)
-        if positions > have_positions:
-            positions = -(-max(positions, have_positions * 3 // 2) // POSITION_STEP) * POSITION_STEP
-        slots, positions = max(slots, have_slots), max(positions, have_positions)
+        new_slots = max(slots, 2 * have_slots) if slots > have_slots else have_slots
+        new_positions = max(positions, have_positions * 3 // 2) if positions > have_positions else have_positions
+        new_positions = min(-(-new_positions // POSITION_STEP) * POSITION_STEP, self.max_positions)
+        if self.nbytes_of(new_slots, new_positions) > self.max_bytes:
+            new_slots, new_positions = slots, min(-(-positions // POSITION_STEP) * POSITION_STEP, self.max_positions)
+        keep_slots, keep_positions = min(have_slots, new_slots), min(have_positions, new_positions)
         for name in ("k", "v"):
             old: Tensor = getattr(self, name)
-            new = old.new_zeros(*old.shape[:1], slots, old.shape[2], positions, old.shape[4])
-            new[:, :have_slots, :, :have_positions] = old
+            new = old.new_zeros(*old.shape[:1], new_slots, old.shape[2], new_positions, old.shape[4])
+            new[:, :keep_slots, :, :keep_positions] = old[:, :keep_slots, :, :keep_positions]
             setattr(self, name, new)
 
-    def fill(self, slot: int, k: Tensor, v: Tensor) -> None:
-        """Put the keys and values of a prompt, [layers, kv_heads, length, head_dim], at the start of a slot."""
-        self.k[:, slot, :, : k.shape[2]] = k
-        self.v[:, slot, :, : v.shape[2]] = v
+    def fill(self, slot: int, count: int, k: Tensor, v: Tensor) -> None:
+        """Put the keys and values of a prompt, [layers, kv_heads, length, head_dim], at the start of `count` slots from `slot` on."""
+        self.k[:, slot : slot + count, :, : k.shape[2]] = k.unsqueeze(1)
+        self.v[:, slot : slot + count, :, : v.shape[2]] = v.unsqueeze(1)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot into another."""

@@ -55,8 +55,10 @@ def sample(logits: Tensor, params: BatchParams, u: Tensor) -> tuple[Tensor, Tens
     if params.top_k is not None or params.top_p is not None:
         probs = _cut(probs, params)
     cdf = probs.cumsum(dim=-1)
-    ids = torch.searchsorted(cdf, (u * cdf[:, -1]).unsqueeze(1), right=True).squeeze(1)
-    ids = ids.clamp_(max=logits.shape[1] - 1)
+    # The factor keeps u * total below the total whatever the rounding: the first sum above it belongs to a possible id.
+    below = u * (cdf[:, -1] * (1.0 - 2.0**-52))
+    ids = torch.searchsorted(cdf, below.unsqueeze(1), right=True).squeeze(1)
+    ids = ids.clamp_(max=logits.shape[1] - 1)  # NaN only: any id, with a NaN log-probability beside it
     if params.greedy is not None:
         ids = torch.where(params.greedy, logits.argmax(dim=-1), ids)
     return ids, logprobs.gather(1, ids.unsqueeze(1)).squeeze(1)
