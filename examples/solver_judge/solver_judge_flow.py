@@ -40,7 +40,7 @@ DEFAULTS = {
     "data.max_prompt_length": 256,
     "data.max_response_length": 160,
     "rollout.n": 4,
-    "optim.lr": 5e-3,
+    "optim.lr": 3e-3,
     "trainer.total_steps": 18,
 }
 

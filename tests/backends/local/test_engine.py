@@ -40,7 +40,13 @@ def results(futures):
 def generate(model, prompt, n):
     ids = torch.tensor([prompt])
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n, min_new_tokens=n, eos_token_id=None, pad_token_id=0
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=n,
+        min_new_tokens=n,
+        eos_token_id=None,
+        pad_token_id=0,
     )
     return out[0, len(prompt) :].tolist()
 
@@ -204,6 +210,93 @@ def test_what_cannot_be_sampled_is_refused_at_once(make, engine_of):
         engine.submit([96], GREEDY)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -1.0}, "temperature is -1.0; allowed: 0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"temperature": 1e-30}, "temperature is 1e-30"),
+        ({"top_p": 0.0}, "top_p is 0.0; allowed: above 0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"top_k": -1}, "top_k is -1; allowed: 0"),
+        ({"stop": ("",)}, "a stop string is empty"),
+        ({"stop": ("x",)}, "stop strings need an engine that can turn ids into text"),
+    ],
+)
+def test_sampling_settings_without_meaning_are_refused_with_what_is_allowed(make, engine_of, settings, message):
+    _, decoder, _ = make("qwen3")
+    with pytest.raises(ValueError, match=message):
+        engine_of(decoder).submit([1], SamplingParams(4, **settings))
+
+
+def test_a_publish_that_drops_an_adapter_fails_its_requests_only(make, engine_of):
+    _, decoder, _ = make("qwen3")
+    adapter = random_adapter(decoder).snapshot(torch.float32)
+    engine = engine_of(decoder, max_batch=2)
+    engine.publish({"default": adapter, "old": adapter}, 1)
+    names = ["old", "default", "old", "default"]
+    futures = [engine.submit([1, 2], SamplingParams(100, seed=1), name) for name in names]
+    while engine.stats()["generated_tokens"] < 5:
+        time.sleep(0.001)
+    engine.publish({"default": adapter}, 2)
+    for future, name in zip(futures, names, strict=True):
+        if name == "old":
+            with pytest.raises(ValueError, match="unknown adapter 'old'; published are base, default"):
+                future.result(60)
+        else:
+            assert len(future.result(60).ids) == 100
+
+
+def test_requests_wait_when_keys_and_values_would_outgrow_their_bound(make, engine_of):
+    model, decoder, _ = make("qwen3")
+    one_token = 2 * 3 * 2 * 16 * 4  # keys and values, layers, heads, head size, bytes
+    engine = engine_of(decoder, kv_bytes=3 * 64 * one_token)
+    seen = []
+    reserve = engine._cache.reserve
+    engine._cache.reserve = lambda slots, positions: (seen.append(slots), reserve(slots, positions))  # pyright: ignore
+    asked = prompts([40, 4, 9, 30, 7, 12, 100])
+    limits = [24, 60, 50, 8, 57, 3, 20]  # the last alone is more than a third of the bound
+    pairs = list(zip(asked, limits, strict=True))
+    futures = [engine.submit(prompt, SamplingParams(limit, temperature=0.0)) for prompt, limit in pairs]
+    got = results(futures)
+    assert [c.ids for c in got] == [generate(model, prompt, limit) for prompt, limit in pairs]
+    assert max(seen) == 3
+    assert engine._cache.k.nbytes + engine._cache.v.nbytes <= engine.kv_bytes
+
+
+def test_a_request_beyond_the_bound_runs_alone(make, engine_of):
+    _, decoder, _ = make("qwen3")
+    engine = engine_of(decoder, kv_bytes=1)
+    got = results([engine.submit([1, 2, 3], SamplingParams(10)) for _ in range(3)])
+    assert [len(c.ids) for c in got] == [10, 10, 10]
+
+
+def test_a_model_that_gives_nan_fails_the_request_with_the_reason(make, engine_of):
+    _, decoder, _ = make("qwen3")
+    adapter = random_adapter(decoder).snapshot(torch.float32)
+    broken = random_adapter(decoder, scale=float("nan")).snapshot(torch.float32)
+    engine = engine_of(decoder)
+    engine.publish({"default": adapter, "broken": broken}, 3)
+    bad, good = (engine.submit([1, 2], SamplingParams(8), name) for name in ("broken", "default"))
+    with pytest.raises(FloatingPointError, match=r"not finite at position 2 \(adapter 'broken', policy version 3\)"):
+        bad.result(60)
+    assert len(good.result(60).ids) == 8
+
+
+def test_a_failing_stop_string_check_fails_its_request_only(make, engine_of):
+    _, decoder, _ = make("qwen3")
+
+    def decode(ids):
+        raise UnicodeError("cannot decode")
+
+    engine = engine_of(decoder, decode=decode)
+    bad, good = engine.submit([1], SamplingParams(8, stop=("x",))), engine.submit([1], SamplingParams(8))
+    with pytest.raises(UnicodeError):
+        bad.result(60)
+    assert len(good.result(60).ids) == 8
+
+
 def test_a_cancelled_request_frees_its_place(make, engine_of):
     _, decoder, _ = make("qwen3")
     engine = engine_of(decoder, max_batch=1)
@@ -260,3 +353,24 @@ def test_a_token_of_probability_zero_is_never_drawn():
     logits = torch.tensor([[0.0, float("-inf"), 0.0, float("-inf")]]).repeat(3, 1)
     ids, _ = sample(logits, batch(3), torch.tensor([0.0, 0.5, 1.0 - 2.0**-53], dtype=torch.float64))
     assert ids.tolist() == [0, 2, 2]
+
+
+@pytest.mark.parametrize("vocab", [300, 5000])
+def test_the_smallest_and_largest_uniform_numbers_draw_possible_tokens_whatever_the_sums_round_to(vocab):
+    logits = torch.randn(300, vocab, generator=torch.Generator().manual_seed(0)) * 3
+    logits[:, :200] = float("-inf")
+    logits[:, -20:] = float("-inf")
+    params = BatchParams.of([SamplingParams(1)] * 300, vocab, torch.device("cpu"))
+    for u in (0.0, 1.0 - 2.0**-53):
+        ids, logprobs = sample(logits, params, torch.full((300,), u, dtype=torch.float64))
+        assert logprobs.isfinite().all() and ids.min() >= 200 and ids.max() < vocab - 20
+
+
+def test_a_large_vocabulary_is_sampled_by_its_exact_cumulative_distribution():
+    logits = torch.randn(64, 9000, generator=torch.Generator().manual_seed(1)) * 3
+    logits[:, 1000:3000] = float("-inf")
+    u = torch.from_numpy(uniforms(5, 64))
+    ids, _ = sample(logits, BatchParams.of([SamplingParams(1)] * 64, 9000, torch.device("cpu")), u)
+    cdf = torch.softmax(logits.double(), -1).cumsum(-1)
+    before = torch.where(ids > 0, cdf.gather(1, (ids - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+    assert (before - 1e-6 <= u).all() and (u <= cdf.gather(1, ids[:, None])[:, 0] + 1e-6).all()

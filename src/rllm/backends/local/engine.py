@@ -94,7 +94,7 @@ class Engine:
         self.model, self.max_batch, self.max_model_len = model, max_batch, max_model_len
         self.eos_ids, self.decode = frozenset(eos_ids), decode
         self.version = 0
-        self._adapters: dict[str, LowRank | None] = {BASE: None}
+        self.adapters: dict[str, LowRank | None] = {BASE: None}
         self._seeds = np.random.Generator(np.random.Philox(key=seed))
         self.kv_bytes = default_kv_bytes(model.device) if kv_bytes is None else kv_bytes
         self._cache = KVCache(model.config, model.dtype, model.device, max_model_len, self.kv_bytes)
@@ -124,8 +124,6 @@ class Engine:
 
         Raises ValueError for what cannot be sampled (adapter, prompt or params), RuntimeError after `close`.
         """
-        if adapter not in self._adapters:
-            raise _unknown_adapter(adapter, self._adapters)
         _check_params(params)
         if params.stop and self.decode is None:
             raise ValueError("stop strings need an engine that can turn ids into text (decode=); use stop_token_ids")
@@ -143,6 +141,8 @@ class Engine:
         with self._wake:
             if self._closed:
                 raise RuntimeError("the engine is closed")
+            if adapter not in self.adapters:  # under the lock, so that a publish meanwhile cannot miss this request
+                raise _unknown_adapter(adapter, self.adapters)
             seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
             request = _Request(tuple(prompt_ids), params, adapter, limit, Future(), uniforms(seed, limit))
             self._waiting.append(request)
@@ -160,7 +160,7 @@ class Engine:
         """
 
         def apply() -> None:
-            self._adapters = {BASE: None, **adapters}
+            self.adapters = {BASE: None, **adapters}
             self.version = version
             self._prefixes.clear()
             self._prefix_bytes = 0
@@ -235,9 +235,9 @@ class Engine:
         """Requests that ask for an adapter no longer published cannot go on."""
 
         def orphaned(request: _Request) -> bool:
-            if request.adapter in self._adapters:
+            if request.adapter in self.adapters:
                 return False
-            _fail(request, _unknown_adapter(request.adapter, self._adapters))
+            _fail(request, _unknown_adapter(request.adapter, self.adapters))
             return True
 
         gone = [slot for slot, request in enumerate(self._running) if orphaned(request)]
@@ -271,7 +271,7 @@ class Engine:
         first = len(self._running)
         try:
             prefixes = self._prefill(list(alike))
-            self._cache.reserve(first + len(fresh), max(len(r.prompt) + 1 for r in fresh))
+            self._cache.reserve(first + len(fresh), max(r.position + 2 for r in [*self._running, *fresh]))
             slot = first
             for key, requests in alike.items():
                 self._cache.fill(slot, len(requests), prefixes[key].k, prefixes[key].v)
@@ -312,7 +312,7 @@ class Engine:
         lengths = [len(prompt) for prompt in prompts]
         attend = PackedCausal(lengths, device, keep=True)
         ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
-        hidden = self.model(ids, attend.positions, attend, self._adapters[adapter])
+        hidden = self.model(ids, attend.positions, attend, self.adapters[adapter])
         logits = self.model.logits(hidden.index_select(0, attend.last))
         assert attend.kept is not None
         k = torch.stack([keys for keys, _ in attend.kept]).transpose(1, 2).split(lengths, dim=2)
@@ -332,13 +332,13 @@ class Engine:
         names = {request.adapter for request in running}
         if len(names) == 1:
             attend = DecodeAttention(self._cache, where, longest)
-            logits = self.model.logits(self.model(ids, where, attend, self._adapters[names.pop()]))
+            logits = self.model.logits(self.model(ids, where, attend, self.adapters[names.pop()]))
         else:
             logits = torch.empty(len(running), self.model.config.vocab_size, device=device)
             for name in names:
                 rows = torch.tensor([i for i, r in enumerate(running) if r.adapter == name], device=device)
                 attend = DecodeAttention(self._cache, where[rows], longest, rows)
-                logits[rows] = self.model.logits(self.model(ids[rows], where[rows], attend, self._adapters[name]))
+                logits[rows] = self.model.logits(self.model(ids[rows], where[rows], attend, self.adapters[name]))
         self._stats["decode_steps"] += 1
         self._take_tokens(logits, self._batch_params(), range(len(running)))
 

@@ -10,9 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rllm.backends.base import SamplingParams
+
+# Vocabularies up to here are searched in one round; larger ones by blocks of this many ids.
+ONE_ROUND = 4096
+BLOCK = 128
 
 
 def uniforms(seed: int, n: int) -> np.ndarray:
@@ -51,17 +56,42 @@ def sample(logits: Tensor, params: BatchParams, u: Tensor) -> tuple[Tensor, Tens
     depends on its own logits and number only. An id of probability 0 is never drawn.
     """
     logprobs = torch.log_softmax(logits / params.temperature.unsqueeze(1), dim=-1)
-    probs = logprobs.double().exp()
+    probs = logprobs.exp()
     if params.top_k is not None or params.top_p is not None:
         probs = _cut(probs, params)
-    cdf = probs.cumsum(dim=-1)
-    # The factor keeps u * total below the total whatever the rounding: the first sum above it belongs to a possible id.
-    below = u * (cdf[:, -1] * (1.0 - 2.0**-52))
-    ids = torch.searchsorted(cdf, below.unsqueeze(1), right=True).squeeze(1)
-    ids = ids.clamp_(max=logits.shape[1] - 1)  # NaN only: any id, with a NaN log-probability beside it
+    ids = _invert(probs, u.unsqueeze(1))
     if params.greedy is not None:
-        ids = torch.where(params.greedy, logits.argmax(dim=-1), ids)
-    return ids, logprobs.gather(1, ids.unsqueeze(1)).squeeze(1)
+        ids = torch.where(params.greedy.unsqueeze(1), logits.argmax(dim=-1, keepdim=True), ids)
+    return ids.squeeze(1), logprobs.gather(1, ids).squeeze(1)
+
+
+def _invert(weights: Tensor, u: Tensor) -> Tensor:
+    """[n, 1]: the first index whose cumulative sum (float64) of `weights` [n, m] lies above `u` [n, 1] of the total.
+
+    A large vocabulary is searched in two rounds, first for the block, then within it: the sums cost a fraction of a cumulative sum.
+    """
+    n, m = weights.shape
+    if m <= ONE_ROUND:
+        return _pick(weights.cumsum(dim=-1, dtype=torch.float64), u)[0]
+    blocks = F.pad(weights, (0, -m % BLOCK)).view(n, -1, BLOCK)
+    sums = blocks.sum(dim=-1).double()
+    cdf = sums.cumsum(dim=-1)
+    block, point = _pick(cdf, u)
+    mass = sums.gather(1, block)
+    row = blocks.gather(1, block.unsqueeze(2).expand(-1, -1, BLOCK)).squeeze(1)
+    inside, _ = _pick(
+        row.cumsum(dim=-1, dtype=torch.float64), ((point - cdf.gather(1, block) + mass) / mass).clamp_(min=0.0)
+    )
+    return (block * BLOCK + inside).clamp_(max=m - 1)
+
+
+def _pick(cdf: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """(index, point) [n, 1] each: where `cdf` [n, m] first exceeds the point `u` * total."""
+    total = cdf[:, -1:]
+    # Kept below the total whatever the rounding, so that the first sum above it exists and belongs to a possible id.
+    point = torch.minimum(u * total, total * (1.0 - 2.0**-52))
+    index = torch.searchsorted(cdf, point, right=True)
+    return index.clamp_(max=cdf.shape[1] - 1), point  # beyond the end only for NaN: any id, with a NaN log-probability
 
 
 def _cut(probs: Tensor, params: BatchParams) -> Tensor:
@@ -72,6 +102,6 @@ def _cut(probs: Tensor, params: BatchParams) -> Tensor:
         keep &= torch.arange(probs.shape[1], device=probs.device) < params.top_k.unsqueeze(1)
     if params.top_p is not None:
         kept = torch.where(keep, ordered, 0.0)
-        mass_before = kept.cumsum(dim=-1) - kept
-        keep &= mass_before < params.top_p.double().unsqueeze(1) * kept.sum(dim=-1, keepdim=True)
+        mass = kept.cumsum(dim=-1, dtype=torch.float64)
+        keep &= mass - kept < params.top_p.unsqueeze(1) * mass[:, -1:]
     return torch.zeros_like(probs).scatter(1, order, torch.where(keep, ordered, 0.0))
