@@ -8,6 +8,7 @@ Checks first that both give the same greedy tokens and prints no speed otherwise
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import tempfile
@@ -56,11 +57,12 @@ def build_model(folder: Path) -> Any:
     return model
 
 
-def random_prompts(n: int, seed: int) -> list[list[int]]:
-    """`n` prompts of uniformly random ids, lengths uniform in PROMPT_TOKENS."""
+def random_prompts(n: int, seed: int, group: int = 1) -> list[list[int]]:
+    """`n` prompts of uniformly random ids, lengths uniform in PROMPT_TOKENS, each standing `group` times in a row."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(*PROMPT_TOKENS, (n,), generator=generator).tolist()
-    return [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+    lengths = torch.randint(*PROMPT_TOKENS, (n // group,), generator=generator).tolist()
+    different = [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+    return [prompt for prompt in different for _ in range(group)]
 
 
 def adapted(model: Any, decoder: Any) -> tuple[Any, LoraAdapter]:
@@ -103,7 +105,7 @@ def theirs(model: Any, prompts: list[list[int]], new_tokens: int, sampled: bool)
 
 
 def ours(engine: Engine, prompts: list[list[int]], new_tokens: int, sampled: bool, adapter: str) -> list[list[int]]:
-    """Completions of our engine; every prompt is prefilled, none comes from the prefix cache."""
+    """Completions of our engine. The publish empties its prefix cache: every different prompt is read."""
     engine.publish(engine.adapters, engine.version + 1)
     params = SamplingParams(new_tokens, temperature=1.0 if sampled else 0.0)
     futures: list[Future[Completion]] = [engine.submit(prompt, params, adapter) for prompt in prompts]
@@ -131,6 +133,9 @@ def seconds(work: Callable[[], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=[16, 64, 128])
+    parser.add_argument(
+        "--groups", type=int, nargs="+", default=[1, 4], help="how often each prompt is asked in a batch"
+    )
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
@@ -157,22 +162,24 @@ def main() -> None:
         print(
             f"same greedy tokens; {args.threads} threads, {args.new_tokens} new tokens, fp32, median of {args.repeats}"
         )
-        print("| batch | weights | transformers tok/s | ours tok/s | ratio | ours: prefill s | decode ms/step |")
-        print("|---|---|---|---|---|---|---|")
-        for batch in args.batches:
+        print(
+            "| batch | different prompts | weights | transformers tok/s | ours tok/s | ratio | ours: prefill s | decode ms/step |"
+        )
+        print("|---|---|---|---|---|---|---|---|")
+        for batch, group in itertools.product(args.batches, args.groups):
             for label, (reference, name) in sides.items():
-                row = measure(engine, reference, name, batch, args.new_tokens, args.repeats)
-                print(f"| {batch} | {label} {row}", flush=True)
+                row = measure(engine, reference, name, batch, group, args.new_tokens, args.repeats)
+                print(f"| {batch} | {batch // group} | {label} {row}", flush=True)
     finally:
         engine.close()
 
 
-def measure(engine: Engine, reference: Any, adapter: str, batch: int, new_tokens: int, repeats: int) -> str:
+def measure(engine: Engine, reference: Any, adapter: str, batch: int, group: int, new_tokens: int, repeats: int) -> str:
     """One table row: the two take turns, each repeat on other prompts."""
     their_s, our_s = [], []
     before: dict[str, float] = {}
     for repeat in range(repeats + 1):
-        prompts = random_prompts(batch, seed=repeat)
+        prompts = random_prompts(batch, repeat, group)
         their_s.append(seconds(lambda: theirs(reference, prompts, new_tokens, sampled=True)))  # noqa: B023
         our_s.append(seconds(lambda: ours(engine, prompts, new_tokens, True, adapter)))  # noqa: B023
         if repeat == 0:  # warm-up

@@ -22,7 +22,15 @@ FLOW = ROOT / "examples" / "solver_judge" / "solver_judge_flow.py"
 def run(name: str, folder: Path, *overrides: str) -> dict:
     """One training run as its own process; returns result.json plus the wall time and when the first step ended."""
     started = time.time()
-    command = [sys.executable, "-m", "rllm.cli", "train", str(FLOW), f"trainer.run_dir={folder}", f"trainer.experiment_name={name}"]
+    command = [
+        sys.executable,
+        "-m",
+        "rllm.cli",
+        "train",
+        str(FLOW),
+        f"trainer.run_dir={folder}",
+        f"trainer.experiment_name={name}",
+    ]
     done = subprocess.run([*command, *overrides], capture_output=True, text=True)
     wall = time.time() - started
     if done.returncode:
@@ -45,7 +53,9 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="key=value for both")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="rllm-bench-"))
-    print("| run | seed | solver_acc before -> after | judge_acc before -> after | first step s | median step s | wall s |")
+    print(
+        "| run | seed | solver_acc before -> after | judge_acc before -> after | first step s | median step s | wall s |"
+    )
     print("|---|---|---|---|---|---|---|", flush=True)
     for seed in args.seeds:
         for kind in ("lora", "full"):

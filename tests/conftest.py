@@ -113,5 +113,3 @@ def make(tmp_path):
         return model, load_decoder(folder), folder
 
     return _make
-
-

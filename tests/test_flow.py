@@ -63,7 +63,9 @@ def test_a_flow_may_return_an_episode_a_trajectory_a_list_or_nothing(returned: A
         (Episode(trajectories=[None]), "a list with NoneType"),  # pyright: ignore[reportArgumentType]
     ],
 )
-def test_anything_else_is_an_error_that_names_the_flow_what_was_found_and_what_is_allowed(returned: Any, found: str) -> None:
+def test_anything_else_is_an_error_that_names_the_flow_what_was_found_and_what_is_allowed(
+    returned: Any, found: str
+) -> None:
     with pytest.raises(TypeError, match=f"'solver' returned {found}; return an Episode, a Trajectory, a list"):
         flow_that_returns(returned).run(TASK, CONFIG)
 

@@ -29,25 +29,35 @@ ROWS_PER_JOB = 2_000
 
 class SftDataConfig(Section):
     train_files: str | list[str] | None = Field(default=None, description="JSONL file(s) of {'messages': [...]} chats")
-    max_length: int = Field(default=1024, gt=1, description="Longest chat in tokens; a longer one is left out and counted")
+    max_length: int = Field(
+        default=1024, gt=1, description="Longest chat in tokens; a longer one is left out and counted"
+    )
     batch_tokens: int = Field(default=16384, gt=0, description="Tokens per optimizer step, prompts included")
     workers: int = Field(default=1, gt=0, description="Processes that tokenise")
 
 
 class SftOptimConfig(OptimConfig):
     lr: float = Field(default=1e-4, gt=0, description="Peak learning rate of AdamW")
-    schedule: Literal["constant", "linear", "cosine"] = Field(default="cosine", description="Course of the learning rate after warm-up")
-    warmup_ratio: float = Field(default=0.05, ge=0, le=1, description="Share of the steps in which the rate rises from 0")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="cosine", description="Course of the learning rate after warm-up"
+    )
+    warmup_ratio: float = Field(
+        default=0.05, ge=0, le=1, description="Share of the steps in which the rate rises from 0"
+    )
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="Share of the peak rate that is left at the end")
 
 
 class SftTrainerConfig(Section):
     total_epochs: int = Field(default=1, gt=0, description="Passes over the chats")
     total_steps: int | None = Field(default=None, gt=0, description="Optimizer steps; wins over total_epochs")
-    max_seconds: float | None = Field(default=None, gt=0, description="Stop after this time; the schedule then follows the clock")
+    max_seconds: float | None = Field(
+        default=None, gt=0, description="Stop after this time; the schedule then follows the clock"
+    )
     seed: int = Field(default=0, ge=0, description="Seed of order and adapter init")
     log_freq: int = Field(default=20, gt=0, description="Print a line every N steps")
-    out: str = Field(default="runs/sft", description="Folder for the result: a full model (lora.rank=0) or a PEFT adapter")
+    out: str = Field(
+        default="runs/sft", description="Folder for the result: a full model (lora.rank=0) or a PEFT adapter"
+    )
 
 
 class SftConfig(Section):

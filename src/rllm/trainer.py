@@ -58,8 +58,8 @@ class AgentTrainer:
         if agent_flow is not None and evaluator is None:
             raise ConfigError("AgentTrainer: agent_flow needs an evaluator (a function decorated with @rllm.evaluator)")
         overrides = [f"backend={backend}"] if isinstance(backend, str) else []
-        self.resolved = config if isinstance(config, Resolved) and not overrides else load_config(
-            base=config, overrides=overrides
+        self.resolved = (
+            config if isinstance(config, Resolved) and not overrides else load_config(base=config, overrides=overrides)
         )
         self.config: Config = self.resolved.config
         self.flow, self.workflow_class, self.workflow_args = agent_flow, workflow_class, workflow_args or {}
@@ -95,6 +95,7 @@ class _Run:
     started: float
     account: Accounting = field(default_factory=Accounting)
     step: int = 0
+    completed: int = 0
     skipped_in_a_row: int = 0
     validations: dict[str, dict[str, float]] = field(default_factory=dict)
     interrupted: bool = False
@@ -142,6 +143,7 @@ class _Run:
         self.account.add(account)
         metrics = reward_metrics(groups) | episode_metrics(episodes) | _account_metrics(account)
         metrics |= self._update(data)
+        self.completed = self.step
         updated = time.monotonic()
         tokens = sum(len(s.response_ids) for e in episodes for t in e.trajectories for s in t.steps)
         metrics |= {
@@ -188,7 +190,9 @@ class _Run:
         dataset = self.trainer.val_dataset
         if dataset is None:
             return {}
-        episodes = self.rollouts.run(list(dataset), n=self.trainer.config.rollout.n_val, validation=True, adapter=adapter)
+        episodes = self.rollouts.run(
+            list(dataset), n=self.trainer.config.rollout.n_val, validation=True, adapter=adapter
+        )
         self.folder.write_episodes(self.step, "val", episodes)
         ks = sorted({1, self.trainer.config.rollout.n_val})
         return validation_metrics(episodes, ks)
@@ -213,7 +217,7 @@ class _Run:
         saved = self._save(self.folder.path / name) if not config.trainer.val_only else None
         result: dict[str, Any] = {
             "val": self.validations,
-            "steps": self.step - 1 if self.interrupted and self.step else self.step,
+            "steps": self.completed,
             "seconds": round(time.monotonic() - self.started, 2),
             "adapter": name if saved and config.lora.rank else None,
             "model": name if saved and not config.lora.rank else None,
@@ -307,7 +311,7 @@ def evaluate(
 
     `adapter` is a PEFT folder to sample with; None samples the base model alone. ``rollout.n_val`` episodes a task.
     """
-    resolved = config if isinstance(config, Resolved) else load_config(base=config)
+    resolved = config if isinstance(config, Resolved) else load_config(base=config, training=False)
     config = resolved.config.model_copy(deep=True)
     config.lora.adapter_path = adapter
     if adapter:

@@ -52,7 +52,11 @@ def test_an_unmodified_openai_client_chats_and_its_call_is_recorded_under_the_re
     output = session.recorded()[response.id].output
     assert output.prompt_ids == prompt_of(backend, HELLO)
     assert output.completion_ids[-1] == backend.tokenizer.eos_token_id
-    assert output.content == response.choices[0].message.content == backend.answer(backend.tokenizer.decode(output.prompt_ids))
+    assert (
+        output.content
+        == response.choices[0].message.content
+        == backend.answer(backend.tokenizer.decode(output.prompt_ids))
+    )
     assert (output.logprobs, output.versions) == ([-0.5] * 13, [3] * 13)
     assert response.choices[0].finish_reason == "stop"
     assert response.usage and response.usage.completion_tokens == len(output.completion_ids)
@@ -119,7 +123,9 @@ def test_models_lists_what_is_served_and_each_name_picks_its_weights(backend: An
     assert "mine, echo" in error_of(wrong)["message"]
 
 
-def test_a_session_decides_the_weights_whatever_name_the_call_gives(gateway: Gateway, http: httpx.Client, backend: Any) -> None:
+def test_a_session_decides_the_weights_whatever_name_the_call_gives(
+    gateway: Gateway, http: httpx.Client, backend: Any
+) -> None:
     gateway.open_session("s", adapter="judge")
     assert ask(http, "/s/s/v1/chat/completions", model="gpt-9").status_code == 200
     assert backend.asked[0][2] == "judge"
@@ -220,7 +226,12 @@ def test_an_error_of_the_engine_is_a_500_with_its_message(http: httpx.Client, ba
     backend.answer = broken
     response = ask(http)
     assert response.status_code == 500
-    assert error_of(response) == {"message": "RuntimeError: out of memory", "type": "server_error", "param": None, "code": None}
+    assert error_of(response) == {
+        "message": "RuntimeError: out of memory",
+        "type": "server_error",
+        "param": None,
+        "code": None,
+    }
     assert "out of memory" in caplog.text
 
 

@@ -66,7 +66,9 @@ def test_the_next_turn_continues_the_sampled_tokens_and_not_their_text(model: Ch
     known = first.prompt_ids + spelled + [tokenizer.eos_token_id]
     assert second.prompt_ids[: len(known)] == known
     assert second.prompt_ids != rendered(backend, [user("hi"), assistant("user"), user("again")])
-    assert tokenizer.decode(second.prompt_ids) == tokenizer.decode(rendered(backend, [user("hi"), assistant("user"), user("again")]))
+    assert tokenizer.decode(second.prompt_ids) == tokenizer.decode(
+        rendered(backend, [user("hi"), assistant("user"), user("again")])
+    )
 
 
 def test_a_turn_that_was_cut_by_length_is_closed_in_the_next_prompt(model: ChatModel, backend: Any) -> None:
@@ -84,7 +86,9 @@ def test_a_history_that_the_caller_rewrote_is_rendered_anew(model: ChatModel, ba
     assert chat(model, history, session).prompt_ids == rendered(backend, history)
 
 
-def test_a_template_that_rewrites_history_starts_a_new_segment(model: ChatModel, backend: Any, monkeypatch: Any) -> None:
+def test_a_template_that_rewrites_history_starts_a_new_segment(
+    model: ChatModel, backend: Any, monkeypatch: Any
+) -> None:
     strips = "{% for m in messages %}{{ m['role'] + ':' + m['content'][:3] + '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     monkeypatch.setattr(backend.tokenizer, "chat_template", strips)
     session = Session("s")
@@ -109,7 +113,9 @@ def test_content_ends_before_a_stop_text_but_every_sampled_token_is_kept(model: 
     assert len(output.completion_ids) == len("12</answer>") + 1
 
 
-def test_seeds_depend_on_session_prompt_and_count_and_not_on_the_order_of_arrival(model: ChatModel, backend: Any) -> None:
+def test_seeds_depend_on_session_prompt_and_count_and_not_on_the_order_of_arrival(
+    model: ChatModel, backend: Any
+) -> None:
     def seeds(seed: int, prompts: list[str]) -> dict[tuple[str, int], int | None]:
         session, found = Session("s", seed=seed), {}
         for prompt in prompts:
@@ -133,7 +139,9 @@ def test_a_calls_own_settings_win_over_the_sessions(model: ChatModel, backend: A
 
 
 @pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_k": 5}, {"temperature": 0.0}])
-def test_training_refuses_what_would_make_the_logprobs_wrong_and_validation_does_not(model: ChatModel, params: Any) -> None:
+def test_training_refuses_what_would_make_the_logprobs_wrong_and_validation_does_not(
+    model: ChatModel, params: Any
+) -> None:
     with pytest.raises(RequestError, match="in training"):
         chat(model, [user("a")], Session("s"), **params)
     chat(model, [user("a")], Session("s", is_validation=True), **params)
@@ -147,7 +155,9 @@ def test_a_workflow_call_is_recorded_like_one_over_http(model: ChatModel, backen
     assert output.prompt_ids == rendered(backend, [user("hi")]) and len(output.completion_ids) == 5
 
 
-@pytest.mark.parametrize(("messages", "keywords"), [("hi", {}), ([user("hi")], {"temprature": 1}), ([user("hi")], {"top_p": 7})])
+@pytest.mark.parametrize(
+    ("messages", "keywords"), [("hi", {}), ([user("hi")], {"temprature": 1}), ([user("hi")], {"top_p": 7})]
+)
 def test_a_workflow_call_is_checked_like_one_over_http(model: ChatModel, messages: Any, keywords: Any) -> None:
     with pytest.raises(RequestError):
         asyncio.run(SessionEngine(model, Session("s")).get_model_response(messages, **keywords))

@@ -140,5 +140,3 @@ def test_an_adapter_of_another_base_is_refused_with_the_module_that_differs(make
     _, other, _ = make("llama", hidden_size=96)
     with pytest.raises(ModelError, match="another base"):
         load_into(random_adapter(other), tmp_path / "adapter", matrices)
-
-

@@ -58,7 +58,9 @@ def test_nothing_left_after_exclusion_is_an_error():
 
 
 names = st.lists(
-    st.lists(st.sampled_from(["layers", "0", "1", "10", "attn", "q_proj", "k_proj", "xq_proj"]), min_size=1, max_size=4).map(".".join),
+    st.lists(
+        st.sampled_from(["layers", "0", "1", "10", "attn", "q_proj", "k_proj", "xq_proj"]), min_size=1, max_size=4
+    ).map(".".join),
     min_size=1,
     max_size=12,
     unique=True,

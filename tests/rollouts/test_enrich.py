@@ -80,7 +80,9 @@ def test_calls_nobody_claims_are_counted() -> None:
 
 @pytest.mark.parametrize("is_validation", [False, True])
 def test_a_flow_that_returns_nothing_and_called_no_model_is_an_error(is_validation: bool) -> None:
-    with pytest.raises(AttributionError, match=r"without one recorded model call: call the model through config.base_url"):
+    with pytest.raises(
+        AttributionError, match=r"without one recorded model call: call the model through config.base_url"
+    ):
         enrich(Episode(trajectories=[Trajectory()]), session_with(is_validation=is_validation))
 
 

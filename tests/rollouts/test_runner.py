@@ -113,7 +113,11 @@ def test_parallel_solvers_with_different_delays_are_never_swapped(run: Run, back
     for trajectory in trajectories:
         [step] = trajectory.steps
         assert trajectory.input in prompt_text(backend, step)
-        assert trajectory.output == step.model_response == backend.tokenizer.decode(step.response_ids, skip_special_tokens=True)
+        assert (
+            trajectory.output
+            == step.model_response
+            == backend.tokenizer.decode(step.response_ids, skip_special_tokens=True)
+        )
 
 
 def test_a_blocking_client_inside_an_async_flow_does_not_deadlock(run: Run) -> None:

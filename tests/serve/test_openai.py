@@ -35,7 +35,9 @@ def served(backend: Any) -> Iterator[str]:
         ready.set()
 
     port = free_port()
-    thread = threading.Thread(target=serve_openai, args=(backend, "127.0.0.1", port), kwargs={"say": say, "until": stop})
+    thread = threading.Thread(
+        target=serve_openai, args=(backend, "127.0.0.1", port), kwargs={"say": say, "until": stop}
+    )
     thread.start()
     assert ready.wait(10)
     assert "adapter and echo" in said[0]

@@ -42,9 +42,7 @@ def cross_entropy(
 LOSSES: dict[str, TokenLoss] = {"ppo_clip": ppo_clip, "cross_entropy": cross_entropy}
 
 
-def token_loss(
-    spec: LossSpec, logprobs: Tensor, old: Tensor, advantages: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
+def token_loss(spec: LossSpec, logprobs: Tensor, old: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """(loss [N], statistics [N] each) of the loss that `spec` names."""
     if spec.name not in LOSSES:
         raise ConfigError(f"algorithm.loss: unknown loss {spec.name!r}; known are {', '.join(LOSSES)}")

@@ -77,7 +77,9 @@ class Backend(Protocol):
     @property
     def policy_version(self) -> int: ...
 
-    async def sample(self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str = DEFAULT_ADAPTER) -> Completion: ...
+    async def sample(
+        self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str = DEFAULT_ADAPTER
+    ) -> Completion: ...
 
     def forward_backward(self, data: Sequence[Datum], loss: LossSpec) -> dict[str, float]:
         """Accumulate gradients of the aggregated loss over all of `data`; returns metrics (``loss``, ``entropy``, ...)."""

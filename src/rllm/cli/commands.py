@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 import rllm
-from rllm.config.load import Resolved, load_config, load_model, reference, show_config
+from rllm.config.explain import reference
+from rllm.config.load import Resolved, load_config, load_model, show_config
 from rllm.config.schema import Config
 from rllm.errors import ConfigError
 
@@ -41,7 +42,9 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _main(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version")
+    ] = False,
 ) -> None:
     """Reinforcement learning with LoRA for LLM agents."""
 
@@ -51,13 +54,15 @@ def train(
     target: TargetArgument,
     overrides: Overrides = None,
     config: ConfigFiles = None,
-    show: Annotated[bool, typer.Option("--show-config", help="Print the resolved config with its sources and stop")] = False,
+    show: Annotated[
+        bool, typer.Option("--show-config", help="Print the resolved config with its sources and stop")
+    ] = False,
 ) -> None:
     """Train a flow with reinforcement learning."""
     from rllm.cli.target import load_target
 
     # Config mistakes that need no user code are told before any of it runs.
-    load_config(config or (), overrides or ())
+    load_model(Config, config or (), overrides or (), aliases=True)
     found = load_target(target)
     resolved = load_config(config or (), overrides or (), defaults=found.defaults)
     if show:
@@ -82,7 +87,9 @@ def evaluate(
     config: ConfigFiles = None,
     adapter: Annotated[str, typer.Option(help="PEFT folder to sample with, or none: the model alone")] = "none",
     model: Annotated[str | None, typer.Option(help="The same as model.path=")] = None,
-    n: Annotated[int | None, typer.Option(min=1, help="Episodes per task (default: rollout.n_val, at least the largest k)")] = None,
+    n: Annotated[
+        int | None, typer.Option(min=1, help="Episodes per task (default: rollout.n_val, at least the largest k)")
+    ] = None,
     k: Annotated[str, typer.Option(help="Values of k for the unbiased pass@k, e.g. 1,4")] = "1",
     out: Annotated[Path | None, typer.Option(help="Also write the JSON result here")] = None,
 ) -> None:
@@ -96,8 +103,12 @@ def evaluate(
     if not ks or ks[0] < 1:
         raise ConfigError(f"--k {k!r}: every k must be at least 1")
     extra = [*([f"model.path={model}"] if model else []), *([f"rollout.n_val={n}"] if n else [])]
+    if out is not None and not out.resolve().parent.is_dir():
+        raise ConfigError(f"--out {out}: the folder {out.parent} does not exist; make it first, or name another")
+    arguments = [*(overrides or ()), *extra]
+    load_model(Config, config or (), arguments, aliases=True)
     found = load_target(target)
-    resolved = load_config(config or (), [*(overrides or ()), *extra], defaults=found.defaults)
+    resolved = load_config(config or (), arguments, defaults=found.defaults, training=False)
     from rllm.trainer import evaluate as run
 
     result = run(
@@ -120,7 +131,9 @@ def sft(
     file: Annotated[str | None, typer.Argument(help="JSONL file of {'messages': [...]} chats")] = None,
     overrides: Overrides = None,
     config: ConfigFiles = None,
-    show: Annotated[bool, typer.Option("--show-config", help="Print the resolved config with its sources and stop")] = False,
+    show: Annotated[
+        bool, typer.Option("--show-config", help="Print the resolved config with its sources and stop")
+    ] = False,
 ) -> None:
     """Fine-tune on chats: cross-entropy on the assistant's tokens, with LoRA or on all weights (lora.rank=0)."""
     from rllm.sft import SftConfig, run_sft
@@ -141,11 +154,13 @@ def serve(
     adapter: Annotated[str | None, typer.Option(help="PEFT folder to serve beside the model")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one")] = 8000,
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="Config override key=value; may be given again")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Config override key=value; may be given again")
+    ] = None,
 ) -> None:
     """Serve the model, and an adapter beside it, to any OpenAI client."""
     values: dict[str, Any] = {"model": {"path": model}, "lora": {"adapter_path": adapter}}
-    resolved = load_config(overrides=overrides or (), base=values)
+    resolved = load_config(overrides=overrides or (), base=values, training=False)
     from rllm.lora.files import match_config_to_adapter
     from rllm.serve.openai import serve_openai
     from rllm.trainer import create_backend
@@ -163,5 +178,3 @@ def _dataset(make: Any, resolved: Resolved[Config], files: Any) -> Any:
     if files is not None or make is None:
         return None
     return make(resolved.config)
-
-

@@ -37,7 +37,7 @@ def load_target(text: str) -> Target:
     runnable = _pick(module, name, place)
     flow = runnable if isinstance(runnable, RolloutFlow) else None
     workflow_class: type | None = runnable if isinstance(runnable, type) else None
-    evaluators = [value for value in vars(module).values() if isinstance(value, Evaluator)]
+    evaluators = list({id(value): value for value in vars(module).values() if isinstance(value, Evaluator)}.values())
     if flow is not None and len(evaluators) != 1:
         found = ", ".join(e.name for e in evaluators) or "none"
         raise UserError(f"{place}: a flow needs exactly one @rllm.evaluator in its module, found {found}")
@@ -78,13 +78,21 @@ def _load_file(path: Path) -> ModuleType:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)  # so that the file can import its neighbours, as when it is run
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = _free_name(path)
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UserError(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def _free_name(path: Path) -> str:
+    """The file's own name, unless a module that others import has it: a flow in random.py must not become everybody's random."""
+    holder = sys.modules.get(path.stem)
+    theirs = holder is not None and Path(getattr(holder, "__file__", None) or "").resolve() != path.resolve()
+    return f"{path.stem}_target" if theirs or path.stem in sys.stdlib_module_names else path.stem
 
 
 def _load_module(name: str) -> ModuleType:

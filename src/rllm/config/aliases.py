@@ -1,9 +1,26 @@
 """Other tools' spellings of our keys: each names exactly one field, or is accepted without effect for a stated reason.
 
-Data only.
+Data, and the few rules that need more than a table. Knows no files and no schema.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rllm.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One setting as somebody gave it. `raw` is the text of a command-line value before it was read as YAML."""
+
+    source: str
+    key: str
+    value: Any
+    raw: str | None = None
+
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -20,6 +37,7 @@ ALIASES: dict[str, str] = {
     f"{MODEL}.lora.alpha": "lora.alpha",
     f"{MODEL}.lora.target_modules": "lora.target_modules",
     f"{MODEL}.lora.exclude_modules": "lora.exclude_modules",
+    f"{MODEL}.lora.adapter_path": "lora.adapter_path",
     f"{ACTOR}.optim.lr": "optim.lr",
     f"{ACTOR}.optim.weight_decay": "optim.weight_decay",
     f"{ACTOR}.grad_clip": "optim.grad_clip",
@@ -27,6 +45,7 @@ ALIASES: dict[str, str] = {
     f"{ACTOR}.clip_ratio_high": "algorithm.clip_ratio_high",
     f"{ACTOR}.loss_agg_mode": "algorithm.loss_agg_mode",
     f"{ACTOR}.kl_loss_coef": "algorithm.kl_beta",
+    f"{ACTOR}.use_kl_loss": "algorithm.kl_beta",  # see settle_kl
     f"{ROLLOUT}.temperature": "rollout.temperature",
     f"{ROLLOUT}.top_p": "rollout.top_p",
     f"{ROLLOUT}.n": "rollout.n",
@@ -36,9 +55,9 @@ ALIASES: dict[str, str] = {
     f"{ROLLOUT}.max_num_seqs": "rollout.max_batch",
     f"{ROLLOUT}.val_kwargs.n": "rollout.n_val",
     f"{ROLLOUT}.val_kwargs.temperature": "rollout.val_temperature",
+    "algorithm.norm_adv_by_std_in_grpo": "algorithm.grpo_std",
     "trainer.total_training_steps": "trainer.total_steps",
     "trainer.default_local_dir": "trainer.run_dir",
-    "trainer.log_val_generations": "trainer.log_episodes",
     "rllm.model.name": "model.path",
     "rllm.model.lora_rank": "lora.rank",
     "rllm.data.train_batch_size": "data.train_batch_size",
@@ -48,8 +67,9 @@ ALIASES: dict[str, str] = {
     "rllm.rollout.n": "rollout.n",
     "rllm.rollout.n_val": "rollout.n_val",
     "rllm.rollout.train.temperature": "rollout.temperature",
-    "rllm.rollout.val.temperature": "rollout.val_temperature",
+    "rllm.rollout.train.top_p": "rollout.top_p",
     "rllm.rollout.train.max_tokens": "rollout.max_tokens",
+    "rllm.rollout.val.temperature": "rollout.val_temperature",
     "rllm.trainer.total_epochs": "trainer.total_epochs",
     "rllm.trainer.total_batches": "trainer.total_steps",
     "rllm.trainer.test_freq": "trainer.test_freq",
@@ -57,94 +77,216 @@ ALIASES: dict[str, str] = {
     "rllm.trainer.val_before_train": "trainer.val_before_train",
     "rllm.trainer.val_only": "trainer.val_only",
     "rllm.trainer.logger": "trainer.logger",
-    "rllm.trainer.project_name": "trainer.project_name",
     "rllm.trainer.experiment_name": "trainer.experiment_name",
     "rllm.algorithm.adv_estimator": "algorithm.adv_estimator",
+    "rllm.algorithm.norm_adv_by_std_in_grpo": "algorithm.grpo_std",
     "rllm.algorithm.kl_beta": "algorithm.kl_beta",
+    "rllm.algorithm.loss_fn": "algorithm.loss",
     "rllm.algorithm.loss_agg_mode": "algorithm.loss_agg_mode",
     "rllm.algorithm.eps_clip_high": "algorithm.clip_ratio_high",
     "rllm.gateway.host": "gateway.host",
     "rllm.gateway.port": "gateway.port",
+    "rllm.episode_logging.log_episodes": "trainer.log_episodes",
     "rllm.workflow.retry_limit": "rollout.retries",
     "rllm.workflow.n_parallel_tasks": "rollout.max_concurrency",
     "rllm.workflow.workflow_args.timeout": "rollout.episode_timeout_s",
 }
 
-# One key of another tool that sets several of ours.
+# One key of another tool that sets several of ours. The keys for one of them alone win over it, as they do there.
 SPREAD: dict[str, tuple[str, ...]] = {
     f"{ACTOR}.clip_ratio": ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"),
     "rllm.algorithm.eps_clip": ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"),
 }
 
+# Values that those tools use for "off" or "default", in our words.
+TRANSLATED: dict[str, dict[Any, Any]] = {
+    "trainer.test_freq": {-1: 0},
+    "trainer.save_freq": {-1: 0},
+    "trainer.total_steps": {-1: None},
+}
+STD_BY_FLAG = {True: "sample", False: "none"}
+
 _NO_GPU_SHARE = "this backend keeps one copy of the model in one process"
 _ONE_UPDATE = "all rows of a step make one optimizer step here; micro-batches never change the result"
 _PLACEMENT = "placement on several workers does not arise in one process"
 _ENGINE = "the sampler is built in; there is no engine to configure"
+_NO_CRITIC = "no critic is trained with group-relative advantages"
+_EVALUATOR = "rewards come from the evaluator"
+_KL_OFF = "there is no KL term to shape"
+_ROWS = "datasets are read by rllm; flows see the task itself"
 
 # Keys (or prefixes ending in '.') that verl and rLLM scripts carry and that change nothing here, with the reason.
 NO_EFFECT: dict[str, str] = {
     f"{ROLLOUT}.name": _ENGINE,
     f"{ROLLOUT}.mode": _ENGINE,
+    f"{ROLLOUT}.dtype": "set model.dtype",
     f"{ROLLOUT}.load_format": _ENGINE,
     f"{ROLLOUT}.layered_summon": _ENGINE,
     f"{ROLLOUT}.enforce_eager": _ENGINE,
     f"{ROLLOUT}.free_cache_engine": _ENGINE,
     f"{ROLLOUT}.enable_chunked_prefill": _ENGINE,
+    f"{ROLLOUT}.enable_prefix_caching": _ENGINE,
     f"{ROLLOUT}.max_num_batched_tokens": _ENGINE,
+    f"{ROLLOUT}.disable_log_stats": _ENGINE,
+    f"{ROLLOUT}.engine_kwargs.": _ENGINE,
+    f"{ROLLOUT}.calculate_log_probs": "log-probabilities of sampled tokens are always kept",
     f"{ROLLOUT}.gpu_memory_utilization": _NO_GPU_SHARE,
     f"{ROLLOUT}.tensor_model_parallel_size": _PLACEMENT,
+    f"{ROLLOUT}.data_parallel_size": _PLACEMENT,
     f"{ROLLOUT}.log_prob_micro_batch_size": _ONE_UPDATE,
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": _ONE_UPDATE,
     f"{ROLLOUT}.log_prob_use_dynamic_bsz": _ONE_UPDATE,
     f"{ROLLOUT}.log_prob_max_token_len_per_gpu": _ONE_UPDATE,
     f"{ROLLOUT}.val_kwargs.do_sample": "set rollout.val_temperature=0 for greedy validation",
     f"{ROLLOUT}.val_kwargs.top_p": "validation samples with rollout.top_p",
+    f"{ROLLOUT}.val_kwargs.top_k": "validation samples from all tokens",
     f"{ROLLOUT}.agent.": "episodes are bounded by rollout.max_concurrency",
     f"{ACTOR}.strategy": _PLACEMENT,
     f"{ACTOR}.fsdp_config.": _PLACEMENT,
-    f"{ACTOR}.ppo_mini_batch_size": _ONE_UPDATE,
+    f"{ACTOR}.ppo_mini_batch_size": "a step is one update on data.train_batch_size tasks; lower that for more updates per task",
     f"{ACTOR}.ppo_micro_batch_size": _ONE_UPDATE,
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": _ONE_UPDATE,
     f"{ACTOR}.ppo_max_token_len_per_gpu": _ONE_UPDATE,
     f"{ACTOR}.use_dynamic_bsz": _ONE_UPDATE,
     f"{ACTOR}.ulysses_sequence_parallel_size": _PLACEMENT,
-    f"{ACTOR}.use_kl_loss": "the KL term is on when algorithm.kl_beta (kl_loss_coef) is above 0",
-    f"{ACTOR}.kl_loss_type": "the KL term is on when algorithm.kl_beta (kl_loss_coef) is above 0",
+    f"{ACTOR}.clip_ratio_c": "the loss is clipped on one side of the ratio only, without a dual clip",
+    f"{ACTOR}.kl_loss_type": _KL_OFF,
     f"{ACTOR}.use_torch_compile": _ENGINE,
+    f"{ACTOR}.checkpoint.": "a run saves the adapter (or, without LoRA, the model)",
     "actor_rollout_ref.ref.": "the reference policy is the same model with the adapter off",
     "actor_rollout_ref.hybrid_engine": _NO_GPU_SHARE,
     f"{MODEL}.use_remove_padding": "rows are always packed without padding",
+    f"{MODEL}.use_fused_kernels": _ENGINE,
     f"{MODEL}.enable_gradient_checkpointing": "memory is bounded by micro-batches here",
+    f"{MODEL}.enable_activation_offload": "memory is bounded by micro-batches here",
     f"{MODEL}.use_shm": _NO_GPU_SHARE,
     f"{MODEL}.trust_remote_code": "no code of a model folder is ever run",
-    "critic.": "no critic is trained with group-relative advantages",
-    "reward_model.": "rewards come from the evaluator",
-    "algorithm.use_kl_in_reward": "the KL term belongs to the loss here (algorithm.kl_beta)",
-    "algorithm.kl_ctrl.": "the KL term belongs to the loss here (algorithm.kl_beta)",
+    "critic.": _NO_CRITIC,
+    "reward_model.": _EVALUATOR,
+    "custom_reward_function.": _EVALUATOR,
+    "algorithm.kl_ctrl.": _KL_OFF,
+    "algorithm.kl_penalty": _KL_OFF,
     "algorithm.gamma": "group-relative advantages use no discount",
     "algorithm.lam": "group-relative advantages use no discount",
     "data.gen_batch_size": "the batch is data.train_batch_size",
+    "data.val_batch_size": "validation runs all tasks; rollout.max_concurrency bounds how many at once",
     "data.filter_overlong_prompts": "a prompt that is too long fails that call with its sizes",
     "data.truncation": "prompts are never truncated; one that is too long fails that call",
-    "data.return_raw_chat": "flows see the task itself",
+    "data.return_raw_chat": _ROWS,
     "data.prompt_key": "the text is found in instruction, question, prompt or problem",
-    "data.reward_fn_key": "rewards come from the evaluator",
+    "data.reward_fn_key": _EVALUATOR,
+    "data.dataloader_num_workers": _ROWS,
     "trainer.n_gpus_per_node": _PLACEMENT,
     "trainer.nnodes": _PLACEMENT,
-    "trainer.critic_warmup": "no critic is trained with group-relative advantages",
-    "trainer.device": "set model.device",
-    "trainer.resume_mode": "resume is not there yet; lora.adapter_path starts from a saved adapter",
     "trainer.balance_batch": _PLACEMENT,
+    "trainer.critic_warmup": _NO_CRITIC,
+    "trainer.device": "set model.device",
+    "trainer.project_name": "a run is a folder under trainer.run_dir, named by trainer.experiment_name",
+    "trainer.log_val_generations": "every episode is in episodes.jsonl",
+    "trainer.max_actor_ckpt_to_keep": "adapters are small; all are kept",
+    "trainer.resume_mode": "resume is not there yet; lora.adapter_path starts from a saved adapter",
     "ray_kwargs.": _PLACEMENT,
     "ray_init.": _PLACEMENT,
+    "rllm.data.val_batch_size": "validation runs all tasks; rollout.max_concurrency bounds how many at once",
+    "rllm.rollout.val.top_p": "validation samples with rollout.top_p",
+    "rllm.trainer.project_name": "a run is a folder under trainer.run_dir, named by trainer.experiment_name",
     "rllm.workflow.use_workflow": "flows and workflows run the same way",
+    "rllm.workflow.raise_on_error": "rollout.max_failed_fraction decides when failures stop the run",
     "rllm.stepwise_advantage.": "every step of a trajectory gets its advantage",
-    "rllm.compact_filtering.enable": "failed episodes are never trained",
+    "rllm.compact_filtering.": "failed episodes are never trained",
     "rllm.disable_thinking": "the chat template decides",
-    "rllm.mask_truncated_samples": "truncated answers are trained with the reward they got",
     "rllm.agent.": "flows carry their own agents",
     "rllm.env.": "flows carry their own environments",
 }
+
+# Keys that are accepted at the values that say what is done here anyway, and refused at any other.
+ONLY: dict[str, tuple[Any, ...]] = {
+    f"{ACTOR}.entropy_coeff": (0,),
+    f"{ACTOR}.ppo_epochs": (1,),
+    f"{ACTOR}.optim.lr_warmup_steps": (-1, 0, None),
+    f"{ACTOR}.optim.lr_warmup_steps_ratio": (0, None),
+    f"{ACTOR}.optim.warmup_style": ("constant", None),
+    f"{ACTOR}.optim.lr_scheduler_type": ("constant", None),
+    f"{ROLLOUT}.top_k": (-1, 0, None),
+    f"{ROLLOUT}.min_p": (0, None),
+    f"{ROLLOUT}.ignore_eos": (False,),
+    f"{MODEL}.target_parameters": (None,),
+    f"{MODEL}.lora.type": ("lora",),
+    f"{MODEL}.lora.dropout": (0,),
+    f"{MODEL}.lora.merge": (False,),
+    "algorithm.use_kl_in_reward": (False,),
+    "rllm.algorithm.use_precomputed_advantage": (False,),
+    "rllm.algorithm.lr_schedule": ("constant",),
+    "rllm.algorithm.warmup_steps": (-1, 0),
+    "rllm.algorithm.warmup_steps_ratio": (0,),
+    "rllm.algorithm.router_replay": ("disabled",),
+    "rllm.async_training.enable": (False,),
+    "rllm.mask_truncated_samples": (False,),
+    "rllm.rejection_sample.enable": (False,),
+    "rllm.rejection_sample.multiplier": (1,),
+}
+
+# What people call our keys. Only for suggestions: none of these is accepted.
+HINTS: dict[str, str] = {
+    "alpha": "lora.alpha",
+    "batch_size": "data.train_batch_size",
+    "epochs": "trainer.total_epochs",
+    "eval_freq": "trainer.test_freq",
+    "val_freq": "trainer.test_freq",
+    "eval_steps": "trainer.test_freq",
+    "group_size": "rollout.n",
+    "num_generations": "rollout.n",
+    "learning_rate": "optim.lr",
+    "lr": "optim.lr",
+    "lora_r": "lora.rank",
+    "r": "lora.rank",
+    "max_grad_norm": "optim.grad_clip",
+    "max_steps": "trainer.total_steps",
+    "num_train_epochs": "trainer.total_epochs",
+    "model": "model.path",
+    "model.name": "model.path",
+    "model_name": "model.path",
+    "trainer.name": "trainer.experiment_name",
+    "clip_ratio": "algorithm.clip_ratio_low",
+    "max_new_tokens": "rollout.max_tokens",
+    "max_completion_length": "data.max_response_length",
+    "save_steps": "trainer.save_freq",
+    "output_dir": "trainer.run_dir",
+    "run_name": "trainer.experiment_name",
+}
+
+USE_KL, KL_COEF = f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"
+VERL_KL_COEF = 0.001
+
+
+def settle_kl(entries: Sequence[Entry]) -> list[Entry]:
+    """verl switches its KL loss on with one key and weighs it with another (default 0.001); here one weight says both.
+
+    Switched off, the weight is 0 whatever the coefficient says; switched on without a coefficient, it is verl's default.
+    """
+    switch = next((entry for entry in reversed(entries) if entry.key == USE_KL), None)
+    if switch is None:
+        return list(entries)
+    if not isinstance(switch.value, bool):
+        raise ConfigError(f"{switch.source}: {USE_KL}={switch.value!r}: allowed are true and false")
+    if switch.value:
+        weighed = any(entry.key in (KL_COEF, "algorithm.kl_beta") for entry in entries)
+        dropped, beta = {USE_KL}, None if weighed else VERL_KL_COEF
+    else:
+        dropped, beta = {USE_KL, KL_COEF}, 0.0
+    settled = [
+        replace(entry, value=beta, raw=None) if entry is switch and beta is not None else entry for entry in entries
+    ]
+    return [entry for entry in settled if entry.key not in dropped or (entry.key == USE_KL and entry.value is beta)]
+
+
+def translated(field: str, key: str, value: Any) -> Any:
+    """`value` in our words, where other tools have a word of their own for "off" or "default"."""
+    if field == "algorithm.grpo_std" and key != field and isinstance(value, bool):
+        return STD_BY_FLAG[value]
+    words: Mapping[Any, Any] = TRANSLATED.get(field, {})
+    plain = isinstance(value, int) and not isinstance(value, bool)
+    return words[value] if plain and value in words else value
 
 
 def no_effect_reason(key: str) -> str | None:

@@ -5,42 +5,100 @@ Knows nothing about files, the command line or other tools' spellings: see `load
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Section(BaseModel):
-    """Strict: unknown keys are errors, and numbers are not taken from strings of other kinds."""
+    """Strict: unknown keys are errors, numbers are finite, and true is not taken for 1."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
+            raise ValueError("true and false have no meaning here")
+        return value
 
 
 class ModelConfig(Section):
-    path: str = Field(default="default", description="Folder or hub id of a causal LM; `default` is the small model inside the package")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="Dtype of the base; auto: bfloat16 on CUDA, float32 on CPU")
+    path: str = Field(
+        default="default",
+        description="Folder or hub id of a causal LM; `default` is the small model inside the package",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="Dtype of the base; auto: bfloat16 on CUDA, float32 on CPU"
+    )
     device: str = Field(default="auto", description="auto | cpu | cuda | cuda:N")
-    max_model_len: int | None = Field(default=None, gt=0, description="Longest prompt + completion in tokens; default: what the model and data limits allow")
+    max_model_len: int | None = Field(
+        default=None,
+        gt=0,
+        description="Longest prompt + completion in tokens; default: what the model and data limits allow",
+    )
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, value: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+            raise ValueError("no such device")
+        return value
 
 
 class LoraConfig(Section):
-    rank: int = Field(default=8, ge=0, le=4096, description="Rank of the adapter; 0 trains all weights (full fine-tuning)")
+    rank: int = Field(
+        default=8, ge=0, le=4096, description="Rank of the adapter; 0 trains all weights (full fine-tuning)"
+    )
     alpha: float = Field(default=16, gt=0, description="Scale of the update is alpha / rank")
-    target_modules: str | list[str] = Field(default="all-linear", description="`all-linear`, a list of names or dotted suffixes, or one full-match regex")
-    exclude_modules: str | list[str] | None = Field(default=None, description="Modules left out: a full-match regex, or a list of names or suffixes; wins over target_modules")
+    target_modules: str | list[str] = Field(
+        default="all-linear", description="`all-linear`, a list of names or dotted suffixes, or one full-match regex"
+    )
+    exclude_modules: str | list[str] | None = Field(
+        default=None,
+        description="Modules left out: a full-match regex, or a list of names or suffixes; wins over target_modules",
+    )
     adapter_path: str | None = Field(default=None, description="PEFT LoRA folder to start from")
+
+    @field_validator("target_modules", "exclude_modules")
+    @classmethod
+    def _usable_names(cls, value: str | list[str] | None, info: ValidationInfo) -> str | list[str] | None:
+        """What no model could match is told before one is loaded."""
+        if isinstance(value, str):
+            try:
+                re.compile(value)
+            except re.error as error:
+                raise ValueError(
+                    f"not a valid regular expression ({error}); names of layers go in a list, e.g. [q_proj,v_proj]"
+                ) from None
+        elif value is not None and info.field_name == "target_modules":
+            if "all-linear" in value:
+                raise ValueError("all-linear stands alone: write target_modules=all-linear, not in a list")
+            if not value:
+                raise ValueError(
+                    "an empty list trains nothing; write all-linear, a list of names, or lora.rank=0 for full fine-tuning"
+                )
+        if value == "" or (isinstance(value, list) and "" in value):
+            raise ValueError("an empty name matches nothing")
+        return value
 
 
 class DataConfig(Section):
-    train_files: str | list[str] | None = Field(default=None, description="JSONL, JSON, CSV or Parquet file(s), or a built-in dataset name such as `countdown`")
+    train_files: str | list[str] | None = Field(
+        default=None, description="JSONL, JSON, CSV or Parquet file(s), or a built-in dataset name such as `countdown`"
+    )
     val_files: str | list[str] | None = Field(default=None, description="The same for validation")
     train_batch_size: int = Field(default=16, gt=0, description="Tasks per training step")
-    val_batch_size: int = Field(default=-1, description="Tasks per validation pass at once; -1: all")
     val_size: int | None = Field(default=None, gt=0, description="Use only the first N validation tasks")
-    max_prompt_length: int = Field(default=2048, gt=0, description="Longest prompt in tokens; a longer one fails that call with a clear error")
-    max_response_length: int = Field(default=512, gt=0, description="Most tokens per completion where a call does not say")
+    max_prompt_length: int = Field(
+        default=2048, gt=0, description="Longest prompt in tokens; a longer one fails that call with a clear error"
+    )
+    max_response_length: int = Field(
+        default=512, gt=0, description="Most tokens per completion where a call does not say"
+    )
     shuffle: bool = Field(default=True, description="Shuffle the training tasks each epoch (seeded)")
     seed: int | None = Field(default=None, description="Seed of the task order; default: trainer.seed")
 
@@ -48,19 +106,29 @@ class DataConfig(Section):
 class RolloutConfig(Section):
     n: int = Field(default=4, gt=0, description="Episodes per training task (the group size)")
     n_val: int = Field(default=1, gt=0, description="Episodes per validation task")
-    temperature: float = Field(default=1.0, ge=0, description="Sampling temperature in training; enters the log-probabilities on both sides")
-    val_temperature: float | None = Field(default=None, ge=0, description="Sampling temperature in validation; default: rollout.temperature")
+    temperature: float = Field(
+        default=1.0, ge=0, description="Sampling temperature in training; enters the log-probabilities on both sides"
+    )
+    val_temperature: float | None = Field(
+        default=None, ge=0, description="Sampling temperature in validation; default: rollout.temperature"
+    )
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling; must be 1 in training")
-    max_tokens: int | None = Field(default=None, gt=0, description="Most tokens per completion; default: data.max_response_length")
+    max_tokens: int | None = Field(
+        default=None, gt=0, description="Most tokens per completion; default: data.max_response_length"
+    )
     max_batch: int = Field(default=128, gt=0, description="Most sequences the sampler decodes at once")
     max_concurrency: int = Field(default=128, gt=0, description="Most episodes running at once")
     episode_timeout_s: float = Field(default=600.0, gt=0, description="Deadline of one episode, evaluator included")
     retries: int = Field(default=0, ge=0, description="How often a failed episode is tried again")
-    max_failed_fraction: Fraction = Field(default=0.5, description="Above this share of failed episodes in a step the run stops with the first traceback")
+    max_failed_fraction: Fraction = Field(
+        default=0.5, description="Above this share of failed episodes in a step the run stops with the first traceback"
+    )
 
 
 class OptimConfig(Section):
-    lr: float = Field(default=1e-3, gt=0, description="Learning rate of AdamW; LoRA wants about 10x that of full fine-tuning")
+    lr: float = Field(
+        default=1e-3, gt=0, description="Learning rate of AdamW; LoRA wants about 10x that of full fine-tuning"
+    )
     beta1: Fraction = Field(default=0.9, description="AdamW beta1")
     beta2: Fraction = Field(default=0.95, description="AdamW beta2")
     eps: float = Field(default=1e-8, gt=0, description="AdamW epsilon")
@@ -70,8 +138,12 @@ class OptimConfig(Section):
 
 class AlgorithmConfig(Section):
     adv_estimator: str = Field(default="grpo", description="Advantage estimator: grpo | reinforce")
-    grpo_std: Literal["sample", "population", "none"] = Field(default="sample", description="GRPO divides by: sample std (ddof=1) | population std | nothing")
-    zero_std: Literal["drop", "keep"] = Field(default="drop", description="Groups whose rewards are all equal: drop (counted) or keep with advantage 0")
+    grpo_std: Literal["sample", "population", "none"] = Field(
+        default="sample", description="GRPO divides by: sample std (ddof=1) | population std | nothing"
+    )
+    zero_std: Literal["drop", "keep"] = Field(
+        default="drop", description="Groups whose rewards are all equal: drop (counted) or keep with advantage 0"
+    )
     loss: str = Field(default="ppo_clip", description="Policy loss: ppo_clip")
     loss_agg_mode: str = Field(default="token-mean", description="How token losses are averaged: token-mean")
     clip_ratio_low: float = Field(default=0.2, ge=0, description="PPO clip below 1")
@@ -81,13 +153,16 @@ class AlgorithmConfig(Section):
 
 class TrainerConfig(Section):
     total_steps: int | None = Field(default=None, gt=0, description="Training steps; wins over total_epochs")
-    total_epochs: int = Field(default=1, gt=0, description="Passes over the training tasks when total_steps is not given")
+    total_epochs: int = Field(
+        default=1, gt=0, description="Passes over the training tasks when total_steps is not given"
+    )
     test_freq: int = Field(default=0, ge=0, description="Validate every N steps (0: only before and after)")
     save_freq: int = Field(default=0, ge=0, description="Save the adapter every N steps (0: only at the end)")
     val_before_train: bool = Field(default=True, description="Validate before the first step")
     val_only: bool = Field(default=False, description="Validate once and stop")
-    logger: list[str] = Field(default_factory=lambda: ["console"], description="console, tensorboard (metrics.jsonl is always written)")
-    project_name: str = Field(default="rllm", description="Name shown by trackers")
+    logger: list[str] = Field(
+        default_factory=lambda: ["console"], description="console, tensorboard (metrics.jsonl is always written)"
+    )
     experiment_name: str | None = Field(default=None, description="Name of the run folder; default: date and time")
     run_dir: str = Field(default="runs", description="Folder that holds the run folders")
     seed: int = Field(default=0, ge=0, description="Seed of everything: adapter init, task order, sampling")

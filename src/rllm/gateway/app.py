@@ -194,7 +194,9 @@ def _reply(
     if not form.stream:
         return JSONResponse(head | {"object": kind, "choices": choices, "usage": usage})
     frame = head | {"object": f"{kind}.chunk" if chat else kind}
-    return StreamingResponse(_events(frame, choices, usage if form.stream_usage else None), media_type="text/event-stream")
+    return StreamingResponse(
+        _events(frame, choices, usage if form.stream_usage else None), media_type="text/event-stream"
+    )
 
 
 def _logprobs(output: ModelOutput, model: ChatModel, chat: bool) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rllm.config.load import Resolved, to_yaml
+from rllm.config.explain import to_yaml
+from rllm.config.load import Resolved
 from rllm.errors import UserError
 from rllm.types import Episode
 
@@ -37,7 +38,9 @@ class RunFolder:
         root = Path(config.run_dir)
         name = config.experiment_name or datetime.now().strftime("%Y%m%d-%H%M%S")
         if "/" in name or name in ("", ".", "..", LATEST):
-            raise UserError(f"trainer.experiment_name={name!r}: it names a folder; use letters, digits, '.', '_' and '-'")
+            raise UserError(
+                f"trainer.experiment_name={name!r}: it names a folder; use letters, digits, '.', '_' and '-'"
+            )
         path, suffix = root / name, 1
         while True:
             try:
@@ -55,11 +58,8 @@ class RunFolder:
         return folder
 
     def write_metrics(self, metrics: Mapping[str, float]) -> None:
-        """One line of metrics.jsonl. A value that is not finite is written as null."""
-        clean = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        if isinstance(clean.get("step"), float):
-            clean["step"] = int(clean["step"])  # pyright: ignore[reportArgumentType]
-        self._append("metrics.jsonl", [clean])
+        """One line of metrics.jsonl, with `step` as a whole number."""
+        self._append("metrics.jsonl", [{**metrics, "step": int(metrics["step"])}])
 
     def write_episodes(self, step: int, split: str, episodes: Sequence[Episode]) -> None:
         """One line of episodes.jsonl per episode."""
@@ -67,11 +67,26 @@ class RunFolder:
             self._append("episodes.jsonl", [{"step": step, "split": split} | e.to_dict() for e in episodes])
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        (self.path / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+        """What the run came to. Written beside and moved into place, so that a reader never finds half of it."""
+        part = self.path / "result.json.part"
+        part.write_text(json.dumps(_finite(result), indent=2, allow_nan=False) + "\n")
+        part.replace(self.path / "result.json")
 
     def _append(self, name: str, rows: Sequence[Any]) -> None:
         with (self.path / name).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+            for row in rows:
+                file.write(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False, default=str) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """The same data with null for numbers that are not finite: JSON has no NaN, and most readers refuse one."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
 
 
 def _point_latest(root: Path, path: Path) -> None:

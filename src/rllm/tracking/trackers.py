@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from rllm.config.schema import Config
@@ -30,7 +31,7 @@ class Tracker(Protocol):
     def finish(self, result: Mapping[str, Any]) -> None: ...
 
 
-def make_trackers(config: Config, folder: RunFolder, chat_command: str | None = None) -> list[Tracker]:
+def make_trackers(config: Config, folder: RunFolder) -> list[Tracker]:
     """The trackers that ``trainer.logger`` names."""
     makers = {
         "console": lambda: ConsoleTracker(folder, config),
@@ -59,19 +60,23 @@ class ConsoleTracker:
             "folder": str(self.folder.path),
         }
         for name, value in rows.items():
-            self.console.print(f"  [bold]{name:<8}[/bold] {value}", soft_wrap=True)
+            self.console.print(f"  [bold]{name:<8}[/bold] {escape(value)}", soft_wrap=True)
         for note in facts.get("notes", []):
-            self.console.print(f"  [yellow]note[/yellow]     {note}", soft_wrap=True)
+            self.console.print(f"  [yellow]note[/yellow]     {escape(note)}", soft_wrap=True)
 
     def say(self, text: str) -> None:
-        self.console.print(f"  {text}", soft_wrap=True)
+        self.console.print(f"  {text}", soft_wrap=True, markup=False)
 
     def step(self, metrics: Mapping[str, float]) -> None:
         step = int(metrics["step"])
         if step == 1:
             self.began = time.monotonic() - metrics["timing_s/step"]
-        roles = {name.split("/")[1]: value for name, value in metrics.items() if name.startswith("reward/") and name.endswith("/mean")}
-        rewards = "  ".join(f"{role} [bold]{value:.3f}[/bold]" for role, value in roles.items())
+        roles = {
+            name.split("/")[1]: value
+            for name, value in metrics.items()
+            if name.startswith("reward/") and name.endswith("/mean")
+        }
+        rewards = "  ".join(f"{escape(role)} [bold]{value:.3f}[/bold]" for role, value in roles.items())
         left = (time.monotonic() - self.began) / step * (self.total - step)
         line = (
             f"  step {step:>{len(str(self.total))}}/{self.total}  {rewards}  {metrics['perf/tokens_per_s']:,.0f} tok/s  "
@@ -110,11 +115,17 @@ class ConsoleTracker:
             return
         path = self.folder.path / name
         if result.get("interrupted"):
-            self.console.print(f"  interrupted after {result['steps']} steps; what was learned is saved", soft_wrap=True)
-        self.console.print(f"  saved    [bold]{path}[/bold] ({result['seconds']:.0f} s in all)", soft_wrap=True)
+            self.console.print(
+                f"  interrupted after {result['steps']} steps; what was learned is saved", soft_wrap=True
+            )
+        self.console.print(
+            f"  saved    [bold]{escape(str(path))}[/bold] ({result['seconds']:.0f} s in all)", soft_wrap=True
+        )
         base = self.config.model.path
         if result.get("adapter"):
-            more = f"lora.adapter_path={path} (a new run from this adapter; resuming optimizer and data is not there yet)"
+            more = (
+                f"lora.adapter_path={path} (a new run from this adapter; resuming optimizer and data is not there yet)"
+            )
             chat = f"rllm serve --model {base} --adapter {path}"
         else:
             more, chat = f"model.path={path}", f"rllm serve --model {path}"

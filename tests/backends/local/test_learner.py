@@ -24,7 +24,14 @@ def rows(temperature=0.8, n=6, seed=0, adapter="default"):
         noise = (torch.randn(length, generator=generator) - 4.5).tolist()
         advantage = (-1.0) ** i * (0.5 + i)
         data.append(
-            Datum(ids, mask, [advantage * m for m in mask], [x * m for x, m in zip(noise, mask, strict=True)], temperature, adapter)
+            Datum(
+                ids,
+                mask,
+                [advantage * m for m in mask],
+                [x * m for x, m in zip(noise, mask, strict=True)],
+                temperature,
+                adapter,
+            )
         )
     return data
 
@@ -100,8 +107,6 @@ def test_logprobs_are_those_of_transformers_at_the_rows_temperature(make):
         expected = torch.log_softmax(logits, -1)[:-1].gather(1, torch.tensor(datum.ids[1:])[:, None])[:, 0]
         assert values[0] == 0.0 and torch.tensor(values[1:]).sub(expected).abs().max() < 1e-5
     assert learner.logprobs(data) != base
-
-
 
 
 def test_logits_in_chunks_change_nothing(make, monkeypatch):
@@ -191,5 +196,7 @@ def test_cross_entropy_is_the_mean_negative_logprob(make):
     adapter = random_adapter(decoder)
     learner = Learner(decoder, {"default": adapter})
     data = [Datum(d.ids, d.mask, [float(m) for m in d.mask], [0.0] * len(d.ids)) for d in rows()]
-    values = [v for d, row in zip(data, learner.logprobs(data), strict=True) for v, m in zip(row, d.mask, strict=True) if m]
+    values = [
+        v for d, row in zip(data, learner.logprobs(data), strict=True) for v, m in zip(row, d.mask, strict=True) if m
+    ]
     assert learner.forward_backward(data, CROSS_ENTROPY)["loss"] == pytest.approx(-sum(values) / len(values), rel=1e-5)

@@ -89,7 +89,9 @@ class LocalBackend:
             raise ModelError(
                 f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, the model {model.config.vocab_size}"
             )
-        adapters = {DEFAULT_ADAPTER: create_adapter(model, config.lora, config.trainer.seed)} if config.lora.rank else {}
+        adapters = (
+            {DEFAULT_ADAPTER: create_adapter(model, config.lora, config.trainer.seed)} if config.lora.rank else {}
+        )
         return cls(config, folder, model, tokenizer, adapters)
 
     async def sample(
@@ -173,7 +175,11 @@ class LocalBackend:
                     raise ModelError(f"{path}: saved with another model or LoRA rank than this config has")
                 parameter.copy_(value)
                 states.append(
-                    {name: tensors.pop(f"{i}.{name}") for name in ("step", "exp_avg", "exp_avg_sq") if f"{i}.{name}" in tensors}
+                    {
+                        name: tensors.pop(f"{i}.{name}")
+                        for name in ("step", "exp_avg", "exp_avg_sq")
+                        if f"{i}.{name}" in tensors
+                    }
                 )
             for weight, master in self.learner.masters.items():
                 weight.copy_(master)
@@ -278,7 +284,9 @@ def max_model_len(config: Config, model: Decoder) -> int:
 
 
 def _model_card(backend: LocalBackend, adapter: LoraAdapter, gap: float | None) -> str:
-    checked = "tensors read back and equal" if gap is None else f"reloaded with PEFT, largest logit difference {gap:.1e}"
+    checked = (
+        "tensors read back and equal" if gap is None else f"reloaded with PEFT, largest logit difference {gap:.1e}"
+    )
     return (
         f"---\nlibrary_name: peft\nbase_model: {backend.model_name}\n---\n\n# LoRA adapter trained with rllm\n\n"
         f"- base: {backend.model_name}\n- rank {adapter.rank}, alpha {adapter.alpha:g}, "

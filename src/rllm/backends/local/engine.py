@@ -23,7 +23,8 @@ from rllm.backends.local.kv_cache import DecodeAttention, KVCache, default_kv_by
 from rllm.backends.local.model import Decoder, LowRank, PackedCausal
 from rllm.backends.local.sampling import BatchParams, sample, uniforms
 
-PREFILL_TOKENS = 8192
+# Prompt tokens read at once: on CPU few enough for the activations to stay in its caches, on CUDA enough to fill the device.
+PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}
 PREFIX_CACHE_BYTES = 256 * 2**20
 # How much text is decoded again to look for stop strings that span tokens.
 STOP_TAIL_TOKENS = 16
@@ -299,7 +300,7 @@ class Engine:
             else:
                 missing.setdefault(key[0], []).append(key[1])
         for adapter, prompts in missing.items():
-            for batch in _by_budget(prompts):
+            for batch in _by_budget(prompts, PREFILL_TOKENS[self.model.device.type]):
                 for prompt, prefix in zip(batch, self._prefill_batch(batch, adapter), strict=True):
                     found[adapter, prompt] = self._prefixes[adapter, prompt] = prefix
                     self._prefix_bytes += prefix.nbytes
@@ -409,11 +410,11 @@ def _unknown_adapter(name: str, published: Mapping[str, object]) -> ValueError:
     return ValueError(f"unknown adapter {name!r}; published are {', '.join(sorted(published))}")
 
 
-def _by_budget(prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
-    """Batches of prompts of like length, each at most PREFILL_TOKENS when padded to its longest (or one prompt)."""
+def _by_budget(prompts: list[tuple[int, ...]], tokens: int) -> Iterator[list[tuple[int, ...]]]:
+    """Batches of prompts of like length, each at most `tokens` when padded to its longest (or one prompt)."""
     batch: list[tuple[int, ...]] = []
     for prompt in sorted(prompts, key=len):
-        if batch and (len(batch) + 1) * len(prompt) > PREFILL_TOKENS:
+        if batch and (len(batch) + 1) * len(prompt) > tokens:
             yield batch
             batch = []
         batch.append(prompt)

@@ -77,7 +77,9 @@ class Learner:
         tokens = sums["tokens"].item()
         metrics = {"loss": sums["loss"].item(), "tokens": tokens}
         metrics |= {
-            name.removeprefix("mean:"): value.item() / tokens for name, value in sums.items() if name.startswith("mean:")
+            name.removeprefix("mean:"): value.item() / tokens
+            for name, value in sums.items()
+            if name.startswith("mean:")
         }
         if loss.name != "cross_entropy":
             metrics["sampler_gap_max"] = gap_max.item()

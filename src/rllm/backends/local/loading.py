@@ -126,7 +126,9 @@ def load_decoder(folder: Path, dtype: torch.dtype = torch.float32, device: str |
             continue
         target = wanted.pop(name, None)
         if target is None:
-            raise ModelError(f"model.path: {folder} holds the unexpected tensor {name!r}; is config.json the right one?")
+            raise ModelError(
+                f"model.path: {folder} holds the unexpected tensor {name!r}; is config.json the right one?"
+            )
         if target.shape != tensor.shape:
             raise ModelError(
                 f"model.path: {folder}: {name} has shape {list(tensor.shape)}, config.json says {list(target.shape)}"

@@ -1,0 +1,160 @@
+"""Other tools' spellings mean here what they mean there, or are refused: none changes its meaning silently."""
+
+import pytest
+
+from rllm.config.aliases import ALIASES, HINTS, NO_EFFECT, ONLY, SPREAD
+from rllm.config.load import leaves, load_config
+from rllm.config.schema import Config
+from rllm.errors import ConfigError
+
+ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
+
+# A whole recipe in verl's words, as such scripts are written.
+RECIPE = [
+    "algorithm.adv_estimator=grpo",
+    "algorithm.kl_ctrl.kl_coef=0.001",
+    "algorithm.use_kl_in_reward=False",
+    "algorithm.norm_adv_by_std_in_grpo=True",
+    "data.train_batch_size=16",
+    "data.val_batch_size=512",
+    "data.max_prompt_length=2048",
+    "data.max_response_length=1024",
+    f"{MODEL}.path=Qwen/Qwen3-0.6B",
+    f"{MODEL}.lora_rank=32",
+    f"{MODEL}.lora_alpha=8",
+    f"{MODEL}.target_modules=all-linear",
+    f"{MODEL}.exclude_modules=null",
+    f"{MODEL}.use_remove_padding=True",
+    f"{MODEL}.enable_gradient_checkpointing=True",
+    f"{ROLLOUT}.name=vllm",
+    f"{ROLLOUT}.mode=async",
+    f"{ROLLOUT}.tensor_model_parallel_size=1",
+    f"{ROLLOUT}.gpu_memory_utilization=0.8",
+    f"{ROLLOUT}.temperature=0.6",
+    f"{ROLLOUT}.top_p=1.0",
+    f"{ROLLOUT}.top_k=-1",
+    f"{ROLLOUT}.n=4",
+    f"{ROLLOUT}.val_kwargs.n=1",
+    f"{ROLLOUT}.val_kwargs.temperature=0.7",
+    f"{ROLLOUT}.load_format=safetensors",
+    f"{ACTOR}.optim.lr=1e-5",
+    f"{ACTOR}.loss_agg_mode=token-mean",
+    f"{ACTOR}.use_dynamic_bsz=True",
+    f"{ACTOR}.ppo_mini_batch_size=64",
+    f"{ACTOR}.use_kl_loss=False",
+    f"{ACTOR}.kl_loss_coef=0.001",
+    f"{ACTOR}.kl_loss_type=low_var_kl",
+    f"{ACTOR}.clip_ratio=0.2",
+    f"{ACTOR}.clip_ratio_high=0.28",
+    f"{ACTOR}.grad_clip=1.0",
+    f"{ACTOR}.entropy_coeff=0",
+    f"{ACTOR}.fsdp_config.param_offload=True",
+    "actor_rollout_ref.ref.fsdp_config.param_offload=True",
+    "actor_rollout_ref.hybrid_engine=True",
+    "rllm.workflow.use_workflow=True",
+    "rllm.stepwise_advantage.enable=True",
+    "rllm.stepwise_advantage.mode=per_step",
+    "rllm.mask_truncated_samples=False",
+    "trainer.critic_warmup=0",
+    "trainer.logger=['console']",
+    "trainer.project_name=solver-judge",
+    "trainer.experiment_name=lora",
+    "trainer.val_before_train=True",
+    "trainer.n_gpus_per_node=8",
+    "trainer.nnodes=1",
+    "trainer.save_freq=-1",
+    "trainer.test_freq=10",
+    "trainer.total_epochs=100",
+    "trainer.total_training_steps=150",
+    "trainer.default_local_dir=checkpoints",
+]
+
+
+def config(*overrides, **more):
+    return load_config(overrides=overrides, **more).config
+
+
+def test_a_whole_recipe_in_verls_words_is_taken_with_the_meaning_it_has_there():
+    resolved = load_config(overrides=RECIPE)
+    c = resolved.config
+    assert (c.model.path, c.lora.rank, c.lora.alpha, c.lora.exclude_modules) == ("Qwen/Qwen3-0.6B", 32, 8, None)
+    assert (c.rollout.n, c.rollout.n_val, c.rollout.temperature, c.rollout.val_temperature) == (4, 1, 0.6, 0.7)
+    assert (c.algorithm.clip_ratio_low, c.algorithm.clip_ratio_high, c.algorithm.kl_beta) == (0.2, 0.28, 0.0)
+    assert (c.trainer.total_steps, c.trainer.save_freq, c.trainer.test_freq) == (150, 0, 10)
+    assert (c.optim.lr, c.algorithm.grpo_std, c.trainer.run_dir) == (1e-5, "sample", "checkpoints")
+    assert any("trainer.n_gpus_per_node has no effect here" in note for note in resolved.notes)
+
+
+def test_lora_is_on_unless_the_rank_is_given_whatever_the_spelling():
+    assert config(f"{MODEL}.lora_alpha=8").lora.rank == 8
+    assert config(f"{MODEL}.lora_rank=0").lora.rank == 0
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_key_for_one_clip_bound_wins_over_the_key_for_both_in_any_order(order):
+    a = config(*["rllm.algorithm.eps_clip=0.1", "rllm.algorithm.eps_clip_high=0.3"][::order]).algorithm
+    assert (a.clip_ratio_low, a.clip_ratio_high) == (0.1, 0.3)
+
+
+def test_the_kl_switch_and_the_kl_weight_together_say_one_thing():
+    off = config(f"{ACTOR}.use_kl_loss=False", f"{ACTOR}.kl_loss_coef=0.5")
+    assert off.algorithm.kl_beta == 0
+    for on in (["use_kl_loss=True"], ["use_kl_loss=True", "kl_loss_coef=0.5"], ["kl_loss_coef=0.5"]):
+        with pytest.raises(ConfigError, match="the KL term is not built yet"):
+            config(*(f"{ACTOR}.{text}" for text in on))
+    with pytest.raises(ConfigError, match="allowed are true and false"):
+        config(f"{ACTOR}.use_kl_loss=perhaps")
+
+
+def test_a_kl_switch_on_the_command_line_wins_over_a_weight_in_the_file(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("algorithm: {kl_beta: 0.1}\n")
+    assert load_config([file], [f"{ACTOR}.use_kl_loss=False"]).config.algorithm.kl_beta == 0
+    file.write_text(f"{ACTOR}.use_kl_loss: false\n")
+    with pytest.raises(ConfigError, match=r"argument: algorithm\.kl_beta=0\.1"):
+        load_config([file], ["algorithm.kl_beta=0.1"])
+
+
+@pytest.mark.parametrize(
+    ("override", "found"),
+    [
+        ("trainer.test_freq=-1", ("trainer", "test_freq", 0)),
+        ("trainer.save_freq=-1", ("trainer", "save_freq", 0)),
+        ("rllm.trainer.total_batches=-1", ("trainer", "total_steps", None)),
+        ("rllm.algorithm.loss_agg_mode=null", ("algorithm", "loss_agg_mode", "token-mean")),
+        ("rllm.algorithm.loss_fn=null", ("algorithm", "loss", "ppo_clip")),
+        ("rllm.algorithm.eps_clip_high=null", ("algorithm", "clip_ratio_high", 0.2)),
+        ("algorithm.norm_adv_by_std_in_grpo=False", ("algorithm", "grpo_std", "none")),
+    ],
+)
+def test_other_tools_words_for_off_and_default_are_understood(override, found):
+    section, name, value = found
+    assert getattr(getattr(config(override), section), name) == value
+
+
+@pytest.mark.parametrize(
+    ("override", "allowed"),
+    [
+        ("algorithm.use_kl_in_reward=True", "false"),
+        (f"{ACTOR}.entropy_coeff=0.01", "0"),
+        (f"{ACTOR}.ppo_epochs=2", "1"),
+        (f"{ACTOR}.optim.lr_warmup_steps=10", "-1 | 0 | null"),
+        (f"{ROLLOUT}.top_k=20", "-1 | 0 | null"),
+        (f"{MODEL}.lora.dropout=0.1", "0"),
+        (f"{MODEL}.lora.type=dora", "lora"),
+        ("rllm.rejection_sample.enable=True", "false"),
+        ("rllm.mask_truncated_samples=True", "false"),
+        ("rllm.algorithm.lr_schedule=cosine", "constant"),
+    ],
+)
+def test_what_would_change_training_there_and_is_not_built_here_is_refused(override, allowed):
+    with pytest.raises(ConfigError) as error:
+        config(override)
+    assert "not built yet" in str(error.value) and str(error.value).endswith(f"allowed: {allowed}")
+
+
+def test_tables_do_not_overlap_and_every_hint_names_a_field():
+    tables = [set(ALIASES), set(SPREAD), set(NO_EFFECT), set(ONLY)]
+    fields = {key for key, _ in leaves(Config)}
+    assert sum(map(len, tables)) == len(set().union(*tables)) and not fields & set().union(*tables)
+    assert set(HINTS.values()) <= fields

@@ -1,0 +1,103 @@
+"""SFT trains the assistant's tokens, all of them and nothing else, and its errors name file and line."""
+
+import json
+
+import pytest
+
+from rllm.backends.local.loading import DEFAULT_MODEL, load_tokenizer
+from rllm.errors import ConfigError, DataError
+from rllm.sft import SftConfig, SftOptimConfig, batches, encode_chat, encode_files, learning_rate, run_sft
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(DEFAULT_MODEL)
+
+
+def chat(*texts):
+    return [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 5, texts, strict=False)]
+
+
+def test_exactly_the_answers_and_their_end_of_turn_are_trained(tokenizer):
+    ids, mask = encode_chat(tokenizer, chat("Hello", "Hi there.", "What is 2 + 3?", "5"), "x")
+    trained = tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
+    assert trained == "Hi there.<|im_end|>5<|im_end|>"
+    assert ids == tokenizer.apply_chat_template(chat("Hello", "Hi there.", "What is 2 + 3?", "5"), return_dict=False)
+
+
+def test_an_answer_that_stands_in_the_question_too_is_not_mistaken(tokenizer):
+    ids, mask = encode_chat(tokenizer, chat("say yes", "yes"), "x")
+    assert sum(mask) == len(tokenizer("yes")["input_ids"]) + 1
+    assert mask[: len(ids) // 2] == [0] * (len(ids) // 2)
+
+
+def test_a_template_that_rewrites_history_is_an_error(tokenizer, monkeypatch):
+    template = (
+        "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(DataError, match=r"f\.jsonl:3: the chat template renders"):
+        encode_chat(tokenizer, chat("a", "b", "c", "d"), "f.jsonl:3")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"c\.jsonl:2: not valid JSON"),
+        ("{}", r"c\.jsonl:2: field 'messages': found None"),
+        ('{"messages": [{"role": "user", "content": null}]}', r"c\.jsonl:2: messages\[0\]"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', r"c\.jsonl:2: no assistant message"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, message):
+    good = json.dumps({"messages": chat("a", "b")})
+    (tmp_path / "c.jsonl").write_text(f"{good}\n{line}\n")
+    with pytest.raises(DataError, match=message):
+        encode_files([str(tmp_path / "c.jsonl")], DEFAULT_MODEL)
+
+
+def test_missing_and_empty_files_are_named(tmp_path):
+    with pytest.raises(DataError, match="does not exist"):
+        encode_files([str(tmp_path / "no.jsonl")], DEFAULT_MODEL)
+    (tmp_path / "c.jsonl").write_text("\n")
+    with pytest.raises(DataError, match="no chats"):
+        encode_files([str(tmp_path / "c.jsonl")], DEFAULT_MODEL)
+    with pytest.raises(ConfigError, match=r"data\.train_files"):
+        run_sft(SftConfig())
+
+
+def test_every_chat_is_in_every_epoch_once():
+    chats = [([i, 0], [0, 1]) for i in range(10)]
+    stream = batches(chats, batch_tokens=6, seed=0)
+    epochs = [[datum.ids[0] for _ in range(4) for datum in next(stream)] for _ in range(2)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 2 and epochs[0] != epochs[1]
+
+
+def test_learning_rate_rises_then_follows_its_schedule():
+    def rates(schedule):
+        optim = SftOptimConfig(lr=1.0, schedule=schedule, warmup_ratio=0.2, min_lr_ratio=0.1)
+        return [round(learning_rate(p, optim), 6) for p in (0.1, 0.2, 0.6, 1.0)]
+
+    assert rates("constant") == [0.5, 1.0, 1.0, 1.0]
+    assert rates("linear") == [0.5, 1.0, 0.55, 0.1]
+    assert rates("cosine") == [0.5, 1.0, 0.55, 0.1]
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_four_chats_are_learnt_by_heart(tmp_path, rank):
+    answers = ("blue fox", "7 * 8 = 56", "none of them", "Goodbye!")
+    rows = [{"messages": chat(f"Question {i}", answer)} for i, answer in enumerate(answers)]
+    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = SftConfig.model_validate(
+        {
+            "data": {"train_files": str(tmp_path / "c.jsonl")},
+            "lora": {"rank": rank},
+            "optim": {"lr": 1e-2 if rank else 3e-3},
+            "trainer": {"total_steps": 60, "out": str(tmp_path / "out")},
+        }
+    )
+    lines: list[str] = []
+    result = run_sft(config, lines.append)
+    first = float(lines[1].split("nll ")[1].split()[0])
+    assert first > 6.0 and result["nll"] < (1.5 if rank else 0.3)
+    assert (tmp_path / "out" / ("adapter_config.json" if rank else "model.safetensors")).is_file()

@@ -1,0 +1,113 @@
+"""What a person sees of a run: what is trained, a line per step, the difference it made, and what to do next."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from rllm.config.load import load_config
+from rllm.tracking.run_folder import RunFolder
+from rllm.tracking.trackers import ConsoleTracker, make_trackers
+
+FACTS = {
+    "model": "default",
+    "parameters": 1000,
+    "trainable": 20,
+    "dtype": "float32",
+    "device": "cpu",
+    "method": "LoRA rank 8, alpha 8",
+    "targets": {"q_proj": 4, "v_proj": 4},
+    "notes": ["lora.target_modules=[q_proj] is only an example"],
+}
+STEP = {
+    "step": 1.0,
+    "reward/solver/mean": 0.25,
+    "reward/judge/mean": 0.5,
+    "perf/tokens_per_s": 1234.5,
+    "timing_s/step": 10.0,
+}
+RESULT = {
+    "val": {"before": {"val/countdown/solver_acc": 0.25}, "after": {"val/countdown/solver_acc": 0.75}},
+    "steps": 3,
+    "seconds": 61.2,
+    "adapter": "adapter",
+    "model": None,
+    "accounting": {"generated": 10, "trained": 7, "dropped": {"zero_std": 2}, "failed": {"error": 1}, "stale": 0},
+    "interrupted": False,
+}
+
+
+@pytest.fixture
+def shown(tmp_path):
+    """(tracker, function that returns the text shown so far)"""
+    resolved = load_config(overrides=[f"trainer.run_dir={tmp_path}", "trainer.experiment_name=one"])
+    out = io.StringIO()
+    tracker = ConsoleTracker(RunFolder.create(resolved), resolved.config, Console(file=out, highlight=False, width=200))
+    return tracker, out.getvalue
+
+
+def test_the_banner_says_what_is_trained_of_what_and_where_it_goes(shown):
+    tracker, text = shown
+    tracker.start(FACTS, total_steps=3)
+    assert "LoRA rank 8, alpha 8 on q_proj x4, v_proj x4" in text()
+    assert "20 parameters (2.00 %)" in text() and "3 of 16 tasks x 4 episodes" in text()
+    assert "/one" in text() and "lora.target_modules=[q_proj] is only an example" in text()
+
+
+def test_a_step_is_one_plain_line_with_a_reward_per_role_speed_and_time_left(shown):
+    tracker, text = shown
+    tracker.start(FACTS, total_steps=3)
+    before = text()
+    tracker.step(STEP)
+    line = text().removeprefix(before)
+    assert line.count("\n") == 1 and "\x1b" not in line
+    for part in ("step 1/3", "solver 0.250", "judge 0.500", "1,234 tok/s", "10.0 s", "ETA 0:20"):
+        assert part in line
+
+
+def test_failures_and_skipped_steps_are_said_in_the_line(shown):
+    tracker, text = shown
+    tracker.start(FACTS, total_steps=3)
+    tracker.step({**STEP, "samples/failed/timeout": 2.0, "samples/failed/error": 1.0, "train/skipped_steps": 1.0})
+    assert "3 failed" in text() and "skipped" in text()
+
+
+def test_the_end_shows_the_change_the_accounting_and_the_next_commands(shown):
+    tracker, text = shown
+    tracker.finish(RESULT)
+    row = next(line for line in text().splitlines() if "solver_acc" in line)
+    assert "0.250" in row and "0.750" in row and "+0.500" in row
+    assert "10 trajectories: 7 trained, 2 dropped {'zero_std': 2}, 1 failed {'error': 1}, 0 stale" in text()
+    path = tracker.folder.path / "adapter"
+    assert f"saved    {path} (61 s in all)" in text()
+    assert f"lora.adapter_path={path}" in text() and f"rllm serve --model default --adapter {path}" in text()
+
+
+def test_an_interrupted_run_says_what_is_saved(shown):
+    tracker, text = shown
+    tracker.finish({**RESULT, "interrupted": True, "steps": 1, "val": {}})
+    assert "interrupted after 1 steps; what was learned is saved" in text()
+
+
+def test_tensorboard_gets_every_step(tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    resolved = load_config(overrides=[f"trainer.run_dir={tmp_path}", "trainer.logger=[tensorboard]"])
+    folder = RunFolder.create(resolved)
+    (tracker,) = make_trackers(resolved.config, folder)
+    tracker.start(FACTS, total_steps=2)
+    tracker.step(STEP)
+    tracker.step({**STEP, "step": 2.0, "reward/solver/mean": 0.75})
+    tracker.finish(RESULT)
+    reader = events.EventAccumulator(str(folder.path / "tensorboard"))
+    reader.Reload()
+    assert [(e.step, e.value) for e in reader.Scalars("reward/solver/mean")] == [(1, 0.25), (2, 0.75)]
+
+
+def test_tensorboard_that_is_not_installed_is_told_at_the_start(monkeypatch):
+    import importlib.util
+
+    from rllm.errors import ConfigError
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'rllm\[tensorboard\]'"):
+        load_config(overrides=["trainer.logger=tensorboard"])
