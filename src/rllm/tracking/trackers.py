@@ -5,6 +5,10 @@ A tracker has `start(facts, total_steps)`, `step(metrics)` and `finish(result)`.
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -123,16 +127,32 @@ class ConsoleTracker:
         )
         base = self.config.model.path
         if result.get("adapter"):
-            more = (
-                f"lora.adapter_path={path} (a new run from this adapter; resuming optimizer and data is not there yet)"
-            )
-            chat = f"rllm serve --model {base} --adapter {path}"
+            start, served = f"lora.adapter_path={path}", f"--model {base} --adapter {path}"
         else:
-            more, chat = f"model.path={path}", f"rllm serve --model {path}"
-        self.console.print(f"  continue: the same command with {more}", soft_wrap=True, markup=False)
-        self.console.print(
-            f"  chat:     {chat}   and then   python examples/chat_client.py", soft_wrap=True, markup=False
+            start, served = f"model.path={path}", f"--model {path}"
+        lines = (
+            f"  continue {_this_command(start)}",
+            "           (a new run from what was learned; resuming optimizer and data is not there yet)",
+            f"  chat     {_program('rllm')} serve {served}   and then   {_program('python')} examples/chat_client.py",
         )
+        for line in lines:
+            self.console.print(line, soft_wrap=True, markup=False)
+
+
+def _program(name: str) -> str:
+    """How to call `name` from here: by its name where that is the one of this environment, else by its path."""
+    beside = Path(sys.executable).with_name(name)
+    found = shutil.which(name)
+    return name if not beside.exists() or (found and Path(found) == beside) else os.path.relpath(beside)
+
+
+def _this_command(extra: str) -> str:
+    """The command that started this process, with one more `key=value`."""
+    script, *arguments = sys.argv
+    key = extra.partition("=")[0]
+    kept = [argument for argument in arguments if not argument.startswith(f"{key}=")]
+    is_cli = Path(script).name in ("rllm", "__main__.py")
+    return shlex.join([*([_program("rllm")] if is_cli else [_program("python"), script]), *kept, extra])
 
 
 class TensorBoardTracker:
