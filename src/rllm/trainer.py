@@ -141,7 +141,7 @@ class _Run:
         )
         account.check()
         self.account.add(account)
-        metrics = reward_metrics(groups) | episode_metrics(episodes) | _account_metrics(account)
+        metrics = reward_metrics(groups) | episode_metrics(episodes) | account.to_metrics()
         metrics |= self._update(data)
         self.completed = self.step
         updated = time.monotonic()
@@ -391,13 +391,6 @@ def _dataset(given: Any, files: Any, split: str, config: Config) -> Dataset | No
     if split == "val" and config.data.val_size is not None:
         dataset = dataset.select(range(min(config.data.val_size, len(dataset))))
     return dataset
-
-
-def _account_metrics(account: Accounting) -> dict[str, float]:
-    counts = {"generated": account.generated, "trained": account.trained, "stale": account.stale}
-    metrics = {f"samples/{name}": float(value) for name, value in counts.items()}
-    metrics |= {f"samples/dropped/{reason}": float(n) for reason, n in account.dropped.items()}
-    return metrics | {f"samples/failed/{reason}": float(n) for reason, n in account.failed.items()}
 
 
 def _second_interrupt_kills() -> None:

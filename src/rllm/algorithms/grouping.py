@@ -38,6 +38,13 @@ class Accounting:
         self.failed.update(other.failed)
         self.stale += other.stale
 
+    def to_metrics(self) -> dict[str, float]:
+        """``samples/...`` counts of one step."""
+        metrics = {"generated": self.generated, "trained": self.trained, "stale": self.stale}
+        metrics |= {f"dropped/{reason}": n for reason, n in self.dropped.items()}
+        metrics |= {f"failed/{reason}": n for reason, n in self.failed.items()}
+        return {f"samples/{name}": float(n) for name, n in metrics.items()}
+
     def to_dict(self) -> dict[str, object]:
         return {
             "generated": self.generated,
