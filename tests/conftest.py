@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import signal
 import string
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,6 +16,9 @@ import pytest
 
 from rllm.backends.base import DEFAULT_ADAPTER, Completion, SamplingParams
 from rllm.gateway.server import Gateway
+
+# A suite started in the background inherits "ignore" for Ctrl-C; the tests about it, and the processes they start, need the usual answer.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"

@@ -42,7 +42,8 @@ def by_python(expression: str) -> tuple[Fraction, list[int]]:
         left = walk(node.left)
         return OPERATIONS[type(node.op)](left, walk(node.right))
 
-    return walk(ast.parse(expression.strip(), mode="eval").body), numbers
+    one_line = " ".join(expression.split())  # Python ends an expression at a line break, people do not
+    return walk(ast.parse(one_line, mode="eval").body), numbers
 
 
 def _pair(children: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
