@@ -40,6 +40,12 @@ def test_a_template_that_rewrites_history_is_an_error(tokenizer, monkeypatch):
         encode_chat(tokenizer, chat("a", "b", "c", "d"), "f.jsonl:3")
 
 
+def test_a_chat_that_the_template_refuses_is_named(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(DataError, match=r"f\.jsonl:3: the chat template cannot render .*roles must alternate"):
+        encode_chat(tokenizer, chat("a", "b"), "f.jsonl:3")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -64,6 +70,8 @@ def test_missing_and_empty_files_are_named(tmp_path):
         encode_files([str(tmp_path / "c.jsonl")], DEFAULT_MODEL)
     with pytest.raises(ConfigError, match=r"data\.train_files"):
         run_sft(SftConfig())
+    with pytest.raises(ConfigError, match=r"trainer\.out: .*c\.jsonl is a file"):
+        run_sft(SftConfig.model_validate({"data": {"train_files": "x"}, "trainer": {"out": str(tmp_path / "c.jsonl")}}))
 
 
 def test_every_chat_is_in_every_epoch_once():
@@ -101,3 +109,5 @@ def test_four_chats_are_learnt_by_heart(tmp_path, rank):
     first = float(lines[1].split("nll ")[1].split()[0])
     assert first > 6.0 and result["nll"] < (1.5 if rank else 0.3)
     assert (tmp_path / "out" / ("adapter_config.json" if rank else "model.safetensors")).is_file()
+    saved = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert saved["steps"] == 60 and (not rank or saved["peft_logit_gap"] < 1e-4)

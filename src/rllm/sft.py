@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import math
 import random
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
+from jinja2 import TemplateError
 from pydantic import Field
 
 from rllm.algorithms.spec import DEFAULT_ADAPTER, Datum, LossSpec
@@ -82,7 +82,12 @@ def encode_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], where: str) 
     """
 
     def render(part: Sequence[dict[str, Any]], generation: bool = False) -> str:
-        return tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=generation)
+        try:
+            return tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=generation)
+        except TemplateError as error:
+            raise DataError(
+                f"{where}: the chat template cannot render the first {len(part)} messages: {error}"
+            ) from error
 
     text = render(messages)
     spans: list[tuple[int, int]] = []
@@ -180,13 +185,15 @@ def learning_rate(progress: float, optim: SftOptimConfig) -> float:
 
 def run_sft(config: SftConfig, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Train as `config` says; writes the model or adapter and `result.json` to ``trainer.out`` and returns the result."""
-    from rllm.backends.local.backend import create_adapter, pick_device, pick_dtype
+    from rllm.backends.local.backend import create_adapter, pick_device, pick_dtype, save_adapter
     from rllm.backends.local.learner import Learner
-    from rllm.backends.local.loading import TOKENIZER_FILES, load_decoder, load_tokenizer, resolve_model, save_decoder
-    from rllm.lora.files import write_adapter
+    from rllm.backends.local.loading import load_decoder, load_tokenizer, resolve_model, save_decoder
 
     if config.data.train_files is None:
         raise ConfigError("data.train_files: not given; name a JSONL file of {'messages': [...]} chats")
+    out = Path(config.trainer.out)
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"trainer.out: {out} is a file; give a folder")
     started = time.monotonic()
     folder = resolve_model(config.model.path)
     load_tokenizer(folder)
@@ -198,7 +205,8 @@ def run_sft(config: SftConfig, log: Callable[[str], None] = print) -> dict[str, 
     device = pick_device(config.model.device)
     model = load_decoder(folder, pick_dtype(config.model.dtype, device), device)
     adapters = {DEFAULT_ADAPTER: create_adapter(model, config.lora, config.trainer.seed)} if config.lora.rank else {}
-    learner = Learner(model, adapters, micro_batch_tokens=max(config.data.batch_tokens * 2, config.data.max_length))
+    # On a GPU a step is one micro-batch where memory allows it.
+    learner = Learner(model, adapters, config.data.batch_tokens * 2 if device.type == "cuda" else None)
     log(f"{len(chats)} chats ({len(everything) - len(chats)} too long), {sum(len(c[0]) for c in chats)} tokens")
     result = _optimise(config, learner, chats, log)
     result |= {
@@ -206,16 +214,9 @@ def run_sft(config: SftConfig, log: Callable[[str], None] = print) -> dict[str, 
         "too_long": len(everything) - len(chats),
         "seconds": round(time.monotonic() - started, 1),
     }
-    out = Path(config.trainer.out)
     if adapters:
-        lora = config.lora
-        base = str(folder) if config.model.path == "default" else config.model.path
-        write_adapter(
-            adapters[DEFAULT_ADAPTER], out, base=base, target=lora.target_modules, exclude=lora.exclude_modules
-        )
-        for name in TOKENIZER_FILES:
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, out / name)
+        adapter, lora = adapters[DEFAULT_ADAPTER], config.lora
+        result["peft_logit_gap"] = save_adapter(model, adapter, folder, out, model_name=config.model.path, lora=lora)
     else:
         save_decoder(model, folder, out)
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")

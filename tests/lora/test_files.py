@@ -10,7 +10,7 @@ from tiny_models import random_adapter, with_peft
 from rllm.backends.local.model import PackedCausal
 from rllm.errors import ModelError
 from rllm.lora.adapter import LoraAdapter
-from rllm.lora.files import load_into, read_adapter, verify_with_peft, write_adapter
+from rllm.lora.files import check_written, load_into, read_adapter, verify_with_peft, write_adapter
 
 IDS = torch.arange(20)
 
@@ -102,7 +102,63 @@ def test_lora_forward_has_the_value_of_the_formula():
     assert (x + x @ a.T @ b.T).tolist() == [3.0, -2.0]
 
 
-FEATURES = {"use_dora": True, "modules_to_save": ["lm_head"], "bias": "all", "fan_in_fan_out": True, "peft_type": "IA3"}
+def test_patterns_and_rslora_scale_as_peft_reads_them(make, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    model, decoder, base = make("qwen3")
+    config = LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj", "v_proj", "up_proj"],
+        rank_pattern={"up_proj": 2},
+        alpha_pattern={r"layers\.[01]\.self_attn\.[qv]_proj": 3, "up_proj": 5},
+        use_rslora=True,
+        init_lora_weights=False,
+    )
+    get_peft_model(model, config).save_pretrained(tmp_path / "foreign")
+    _, matrices = read_adapter(tmp_path / "foreign")
+    mine = random_adapter(decoder, target=["q_proj", "v_proj", "up_proj"])
+    load_into(mine, tmp_path / "foreign", matrices)
+    assert verify_with_peft(tmp_path / "foreign", base, IDS[None], logits_with(decoder, mine)) < 1e-4
+    write(mine, tmp_path / "again", base)
+    assert verify_with_peft(tmp_path / "again", base, IDS[None], logits_with(decoder, mine)) < 1e-4
+
+
+def test_saving_into_a_folder_replaces_the_adapter_and_leaves_other_files(make, tmp_path):
+    _, decoder, base = make("qwen3")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep me")
+    write(random_adapter(decoder, rank=2), tmp_path / "mine", base)
+    adapter = random_adapter(decoder)
+    write(adapter, tmp_path / "mine", base)
+    check_written(adapter, tmp_path / "mine")
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "keep me"
+    assert [file.name for file in tmp_path.iterdir() if "partial" in file.name] == []
+    with pytest.raises(ModelError, match="is a file; give a folder"):
+        write(adapter, tmp_path / "mine" / "notes.txt", base)
+
+
+def test_a_saved_matrix_that_differs_is_told(make, tmp_path):
+    _, decoder, base = make("qwen3")
+    adapter = random_adapter(decoder)
+    write(adapter, tmp_path / "adapter", base)
+    name = adapter.modules_adapted[5]
+    with torch.no_grad():
+        adapter.matrices(name)[0][0, 0] += 1e-3
+    with pytest.raises(ModelError, match=f"differs from the trained one in {name}"):
+        check_written(adapter, tmp_path / "adapter")
+
+
+FEATURES = {
+    "use_dora": True,
+    "modules_to_save": ["lm_head"],
+    "bias": "all",
+    "fan_in_fan_out": True,
+    "peft_type": "IA3",
+    "init_lora_weights": "pissa_niter_4",
+    "alora_invocation_tokens": [1, 2],
+    "lora_alpha": None,
+}
 
 
 @pytest.mark.parametrize(("feature", "value"), FEATURES.items())
@@ -125,6 +181,14 @@ def test_missing_and_damaged_files_are_named(make, tmp_path):
     tensors.pop(next(key for key in tensors if "lora_B" in key))
     save_file(tensors, weights)
     with pytest.raises(ModelError, match="lora_A but no lora_B"):
+        read_adapter(tmp_path / "adapter")
+    name = next(key for key in tensors if "lora_B" in key)
+    broken = {name: torch.full_like(tensors[name], float("nan")), name.replace("_B", "_A"): torch.zeros(4, 48)}
+    save_file(broken, weights)
+    with pytest.raises(ModelError, match="not finite"):
+        read_adapter(tmp_path / "adapter")
+    save_file({**broken, name: torch.zeros(48, 3)}, weights)
+    with pytest.raises(ModelError, match=r"lora_A \[4, 48\] and lora_B \[48, 3\]"):
         read_adapter(tmp_path / "adapter")
     weights.write_bytes(b"nonsense")
     with pytest.raises(ModelError, match="cannot be read"):

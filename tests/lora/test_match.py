@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rllm.errors import ConfigError
-from rllm.lora.match import match_modules
+from rllm.lora.match import match_modules, unmatched_excludes
 
 LEAVES = {
     "self_attn": ["q_proj", "k_proj", "v_proj", "o_proj"],
@@ -55,6 +55,19 @@ def test_a_regex_that_matches_nothing_or_is_none_is_an_error(pattern):
 def test_nothing_left_after_exclusion_is_an_error():
     with pytest.raises(ConfigError, match="leave no module"):
         match_modules(NAMES, ["q_proj"], ["q_proj"])
+
+
+def test_a_name_near_nothing_is_an_error_that_lists_what_there_is():
+    with pytest.raises(
+        ConfigError, match=r"'zzz' matches no module as a name or dotted suffix\. The model has q_proj, k_proj"
+    ):
+        match_modules(NAMES, ["zzz"])
+
+
+def test_exclusions_that_name_nothing_are_told_apart_from_those_that_do():
+    assert unmatched_excludes(NAMES, ["q_proj", "c_attn", "layers.3.mlp.up_proj"]) == ["c_attn"]
+    assert unmatched_excludes(NAMES, r".*\.visual\..*") == [r".*\.visual\..*"]
+    assert unmatched_excludes(NAMES, r".*\.mlp\..*") == unmatched_excludes(NAMES, None) == []
 
 
 names = st.lists(

@@ -6,6 +6,8 @@ Knows the format; nothing of the decoder or of training.
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -32,13 +34,22 @@ _REFUSED: dict[str, Any] = {
     "use_qalora": False,
     "trainable_token_indices": None,
     "target_parameters": None,
+    "alora_invocation_tokens": None,
+    "use_bdlora": None,
+    "arrow_config": None,
+    "kasa_config": None,
+    "monteclora_config": None,
 }
+# Ways to start A and B that leave the base weights alone. The others (PiSSA, OLoRA, CorDA, LoftQ, ...) move part of the base into A and
+# B, so that the file means nothing on the base as published.
+_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def write_adapter(
     adapter: LoraAdapter, folder: Path, *, base: str, target: str | list[str], exclude: str | list[str] | None
 ) -> None:
-    """Write `adapter` as a PEFT folder. Refuses values that are not finite. The folder appears complete or not at all."""
+    """Write `adapter` as a PEFT folder. Refuses values that are not finite. The adapter appears complete or not at all; other files
+    that `folder` may hold stay."""
     tensors: dict[str, Tensor] = {}
     for name in adapter.modules_adapted:
         for letter, matrix in zip("AB", adapter.matrices(name), strict=True):
@@ -69,13 +80,22 @@ def write_adapter(
         "modules_to_save": None,
         "inference_mode": True,
     }
+    folder = folder.resolve()
+    if folder.exists() and not folder.is_dir():
+        raise ModelError(f"adapter not saved: {folder} is a file; give a folder")
     staging = folder.with_name(folder.name + ".partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     save_file(tensors, staging / WEIGHTS, metadata={"format": "pt"})
     (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    shutil.rmtree(folder, ignore_errors=True)
-    staging.rename(folder)
+    if not folder.exists():
+        staging.rename(folder)
+        return
+    # Without its config a folder is no adapter: it goes first and comes last.
+    (folder / CONFIG).unlink(missing_ok=True)
+    for name in (WEIGHTS, CONFIG):
+        (staging / name).replace(folder / name)
+    staging.rmdir()
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[Tensor, Tensor, float]]]:
@@ -95,16 +115,48 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[Tensor, 
             raise ModelError(f"lora.adapter_path: {folder} uses {feature}={config[feature]!r}, which is not supported")
     if config.get("bias", "none") != "none":
         raise ModelError(f"lora.adapter_path: {folder} trains biases (bias={config['bias']!r}), which is not supported")
+    if config.get("init_lora_weights") not in _PLAIN_INITS:
+        raise ModelError(
+            f"lora.adapter_path: {folder} was made with init_lora_weights={config['init_lora_weights']!r}, which changes the base "
+            "weights; convert it to a plain adapter with PEFT (save_pretrained(..., path_initial_model_for_weight_conversion=...))"
+        )
+    for name in ("r", "lora_alpha"):
+        if not isinstance(config.get(name), (int, float)) or config[name] <= 0:
+            raise ModelError(
+                f"lora.adapter_path: {folder / CONFIG}: {name} is {config.get(name)!r}; it must be above 0"
+            )
     matrices: dict[str, tuple[Tensor, Tensor, float]] = {}
     for key in [k for k in tensors if k.endswith(".lora_A.weight")]:
         name = key.removeprefix(_PREFIX).removesuffix(".lora_A.weight")
         a, b = tensors.pop(key), tensors.pop(key.replace(".lora_A.", ".lora_B."), None)
         if b is None:
             raise ModelError(f"lora.adapter_path: {folder / WEIGHTS} has lora_A but no lora_B for {name}")
+        if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
+            raise ModelError(
+                f"lora.adapter_path: {folder / WEIGHTS}: {name} has lora_A {list(a.shape)} and lora_B {list(b.shape)}; "
+                "they must be [rank, in] and [out, rank]"
+            )
+        if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+            raise ModelError(f"lora.adapter_path: {folder / WEIGHTS}: {name} holds values that are not finite")
         matrices[name] = (a, b, _scale(config, name, a.shape[0]))
     if tensors:
         raise ModelError(f"lora.adapter_path: {folder / WEIGHTS} holds the unexpected tensor {next(iter(tensors))!r}")
     return config, matrices
+
+
+def check_written(adapter: LoraAdapter, folder: Path) -> None:
+    """Read the folder back: every matrix and scale must be the adapter's, exactly."""
+    _, matrices = read_adapter(folder)
+    for name in adapter.modules_adapted:
+        a, b = (matrix.cpu() for matrix in adapter.matrices(name))
+        saved = matrices.get(name)
+        if not (
+            saved is not None
+            and torch.equal(saved[0], a)
+            and torch.equal(saved[1], b)
+            and math.isclose(saved[2], adapter.scales[name], rel_tol=1e-12)
+        ):
+            raise ModelError(f"the adapter saved to {folder} differs from the trained one in {name}; do not use it")
 
 
 def load_into(adapter: LoraAdapter, folder: Path, matrices: Mapping[str, tuple[Tensor, Tensor, float]]) -> None:
@@ -128,11 +180,12 @@ def load_into(adapter: LoraAdapter, folder: Path, matrices: Mapping[str, tuple[T
 
 
 def _scale(config: Mapping[str, Any], name: str, rank: int) -> float:
+    """alpha / rank; the keys of alpha_pattern are regular expressions for the end of a dotted name and the first match counts."""
     alpha = next(
         (
             value
             for pattern, value in (config.get("alpha_pattern") or {}).items()
-            if name == pattern or name.endswith("." + pattern)
+            if re.match(rf"(.*\.)?({pattern})$", name)
         ),
         config["lora_alpha"],
     )

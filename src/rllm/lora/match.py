@@ -59,6 +59,14 @@ def is_excluded(name: str, exclude: str | Sequence[str] | None) -> bool:
     return any(_is_suffix(name, entry) for entry in exclude)
 
 
+def unmatched_excludes(names: Sequence[str], exclude: str | Sequence[str] | None) -> list[str]:
+    """The entries of `exclude` that name no module: harmless, but hardly what was meant."""
+    entries = [exclude] if isinstance(exclude, str) else exclude or []
+    return [
+        entry for entry in entries if not any(is_excluded(n, exclude if exclude == entry else [entry]) for n in names)
+    ]
+
+
 def leaf_names(names: Iterable[str]) -> list[str]:
     """The distinct last parts of dotted names, in order."""
     return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
@@ -78,5 +86,5 @@ def _compile(pattern: str, key: str) -> re.Pattern[str]:
 def _nothing_matches(entry: str, names: Sequence[str], how: str) -> str:
     leaves = leaf_names(names)
     near = difflib.get_close_matches(entry, leaves, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"lora.target_modules: {entry!r} matches no module {how}{hint} The model has {', '.join(leaves)}"

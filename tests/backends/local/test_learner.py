@@ -125,6 +125,35 @@ def test_logits_in_chunks_change_nothing(make, monkeypatch):
     assert all(relative(a, b.double()) < 1e-5 for a, b in zip(chunked, whole, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_model_too_large_for_its_memory_trains_in_smaller_micro_batches(make, monkeypatch, kind, lora):
+    from rllm.backends.local import learner as module
+
+    _, decoder, _ = make(kind)
+    adapters = {"default": random_adapter(decoder)} if lora else {}
+    assert Learner(decoder, adapters).micro_batch_tokens == 8192
+    monkeypatch.setattr(module, "CPU_ACTIVATION_BYTES", 300_000)
+    learner = Learner(decoder, adapters)
+    kept: dict[int, int] = {}
+    alive = []
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        alive.append(tensor)
+        return tensor
+
+    for p in learner.trainable():  # weights are there anyhow
+        keep(p)
+    length = learner.micro_batch_tokens
+    before = sum(kept.values())
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        learner.forward_backward([Datum([5] * length, [0] * (length - 1) + [1], [1.0] * length, [0.0] * length)], PPO)
+    frozen = 0 if not lora else sum(p.untyped_storage().nbytes() for p in decoder.parameters())
+    assert 100_000 < sum(kept.values()) - before - frozen < 400_000
+
+
 def test_adamw_step_equals_torch_and_clips_by_the_global_norm(make):
     _, decoder, _ = make("qwen3")
     adapter = random_adapter(decoder)

@@ -7,7 +7,7 @@ import torch
 from tiny_models import VOCAB, random_adapter, with_peft
 
 from rllm.backends.local.loading import load_decoder, load_tokenizer, resolve_model, save_decoder
-from rllm.backends.local.model import PackedCausal
+from rllm.backends.local.model import FusedLinear, PackedCausal
 from rllm.errors import ModelError
 
 LENGTHS = [5, 9, 1, 7]
@@ -71,6 +71,31 @@ def test_an_adapter_on_some_matrices_of_a_fused_block_equals_peft(make):
     with torch.no_grad():
         expected = peft_model(input_ids=ids[None]).logits[0]
     assert (packed_logits(decoder, [ids], adapter.pairs(torch.float32))[0] - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("tokens", [3, 200])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+)
+def test_the_low_rank_product_and_its_gradients_are_those_of_the_formula(tokens, dtype, tolerance):
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias, a, b, out = (
+        torch.randn(*shape, generator=generator).to(dtype)
+        for shape in [(tokens, 20), (30, 20), (30,), (4, 20), (30, 4), (tokens, 30)]
+    )
+    linear = FusedLinear(30, 20, True, dtype, "cpu")
+    linear.weight.data.copy_(weight)
+    linear.bias.data.copy_(bias)
+    ours = [t.clone().requires_grad_() for t in (x, a, b)]
+    y = linear(ours[0], (ours[1], ours[2]))
+    (y * out).sum().backward()
+    exact = [t.double().requires_grad_() for t in (x, a, b)]
+    expected = exact[0] @ weight.double().T + bias.double() + exact[0] @ exact[1].T @ exact[2].T
+    (expected * out.double()).sum().backward()
+    assert (y.double() - expected).norm() < tolerance * expected.norm()
+    assert all((o.grad.double() - e.grad).norm() < tolerance * e.grad.norm() for o, e in zip(ours, exact, strict=True))
+    with torch.no_grad():
+        assert (linear(x, (a, b)).double() - expected).norm() < tolerance * expected.norm()
 
 
 def test_a_fresh_adapter_changes_no_bit(make):

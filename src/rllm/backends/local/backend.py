@@ -6,7 +6,6 @@ Puts the parts together behind the `Backend` contract; the work is in model, eng
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import shutil
 import sys
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from rllm.backends.base import (
     DEFAULT_ADAPTER,
@@ -41,14 +41,16 @@ from rllm.backends.local.model import Decoder, LowRank, PackedCausal
 from rllm.config.schema import Config, LoraConfig
 from rllm.errors import ConfigError, ModelError
 from rllm.lora.adapter import LoraAdapter
-from rllm.lora.files import load_into, read_adapter, verify_with_peft, write_adapter
-from rllm.lora.match import OUTPUT_HEAD, match_modules
+from rllm.lora.files import check_written, load_into, read_adapter, verify_with_peft, write_adapter
+from rllm.lora.match import OUTPUT_HEAD, leaf_names, match_modules, unmatched_excludes
 
 logger = logging.getLogger(__name__)
 # Loading a second copy of the base to check a saved adapter is worth it up to here; above, the file itself is read back.
 VERIFY_MAX_PARAMETERS = 500_000_000
 VERIFY_TOLERANCE = 1e-4
 SWITCH_INTERVAL_S = 0.0005
+STATE = "state.safetensors"
+ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
 class LocalBackend:
@@ -138,22 +140,12 @@ class LocalBackend:
             save_decoder(self.model, self.folder, path)
             return path
         adapter, lora = self.adapters[DEFAULT_ADAPTER], self.config.lora
-        write_adapter(
-            adapter,
-            path,
-            base=str(self.folder) if self.model_name == "default" else self.model_name,
-            target=lora.target_modules,
-            exclude=lora.exclude_modules,
-        )
-        for name in TOKENIZER_FILES:
-            if (self.folder / name).is_file():
-                shutil.copyfile(self.folder / name, path / name)
-        gap = self._verify(path)
+        gap = save_adapter(self.model, adapter, self.folder, path, model_name=self.model_name, lora=lora)
         (path / "README.md").write_text(_model_card(self, adapter, gap))
         return path
 
     def save_state(self, path: Path) -> None:
-        """Weights in training, optimizer moments and the policy version, as safetensors and JSON."""
+        """Weights in training, optimizer moments and the policy version, in one safetensors file that appears complete or not at all."""
         path.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, torch.Tensor] = {}
         for i, (parameter, state) in enumerate(
@@ -161,30 +153,34 @@ class LocalBackend:
         ):
             tensors[f"{i}.value"] = parameter.detach().cpu().contiguous()
             tensors |= {f"{i}.{name}": value.detach().cpu().contiguous() for name, value in state.items()}
-        save_file(tensors, path / "state.safetensors")
-        (path / "state.json").write_text(json.dumps({"policy_version": self.policy_version}))
+        partial = path / (STATE + ".partial")
+        save_file(tensors, partial, metadata={"policy_version": str(self.policy_version)})
+        partial.replace(path / STATE)
 
     def load_state(self, path: Path) -> None:
-        """The exact inverse of `save_state` on a backend made with the same config."""
-        tensors = load_file(path / "state.safetensors")
-        states: list[dict[str, torch.Tensor]] = []
+        """The exact inverse of `save_state` on a backend made with the same config. A file that does not fit changes nothing."""
+        try:
+            with safe_open(path / STATE, framework="pt") as file:
+                version = int(file.metadata()["policy_version"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
+        except Exception as error:  # the reader raises many kinds
+            raise ModelError(f"{path / STATE} cannot be read: {error}") from error
+        parameters = self.learner.trainable()
+        values = [tensors.pop(f"{i}.value", None) for i in range(len(parameters))]
+        states = [
+            {name: tensors.pop(f"{i}.{name}") for name in ADAM_STATE if f"{i}.{name}" in tensors}
+            for i in range(len(parameters))
+        ]
+        if tensors or any(v is None or v.shape != p.shape for v, p in zip(values, parameters, strict=True)):
+            raise ModelError(f"{path}: saved with another model, LoRA rank or targets than this config has")
         with torch.no_grad():
-            for i, parameter in enumerate(self.learner.trainable()):
-                value = tensors.pop(f"{i}.value", None)
-                if value is None or value.shape != parameter.shape:
-                    raise ModelError(f"{path}: saved with another model or LoRA rank than this config has")
+            for parameter, value in zip(parameters, values, strict=True):
+                assert value is not None
                 parameter.copy_(value)
-                states.append(
-                    {
-                        name: tensors.pop(f"{i}.{name}")
-                        for name in ("step", "exp_avg", "exp_avg_sq")
-                        if f"{i}.{name}" in tensors
-                    }
-                )
             for weight, master in self.learner.masters.items():
                 weight.copy_(master)
         self.learner.load_optimizer_state(states, AdamParams(self.config.optim.lr))
-        self.policy_version = json.loads((path / "state.json").read_text())["policy_version"]
+        self.policy_version = version
         self._publish_to_engine()
 
     def close(self) -> None:
@@ -198,28 +194,40 @@ class LocalBackend:
     def _snapshots(self, adapters: Mapping[str, LoraAdapter]) -> dict[str, LowRank | None]:
         return {name: adapter.snapshot(self.model.dtype) for name, adapter in adapters.items()}
 
-    @torch.no_grad()
-    def _verify(self, path: Path) -> float | None:
-        """Reload the saved adapter and compare; returns the largest difference of logits, None where only the file was read back."""
-        adapter = self.adapters[DEFAULT_ADAPTER]
-        _, matrices = read_adapter(path)
-        for name, (a, b, scale) in matrices.items():
-            mine = adapter.matrices(name)
-            if not (torch.equal(a, mine[0].cpu()) and torch.equal(b, mine[1].cpu())) or scale != adapter.scales[name]:
-                raise ModelError(f"the adapter saved to {path} differs from the trained one in {name}; do not use it")
-        small = sum(p.numel() for p in self.model.parameters()) <= VERIFY_MAX_PARAMETERS
-        if not small or self.model.dtype != torch.float32:
-            return None
-        ids = torch.arange(min(32, self.model.config.vocab_size), device=self.model.device)
-        attend = PackedCausal([len(ids)], self.model.device)
-        logits = self.model.logits(self.model(ids, attend.positions, attend, adapter.pairs(self.model.dtype)))
-        gap = verify_with_peft(path, self.folder, ids.unsqueeze(0), logits)
-        if not gap <= VERIFY_TOLERANCE:
-            raise ModelError(
-                f"the adapter saved to {path} gives other logits when PEFT loads it: largest difference {gap:.2e}, "
-                f"allowed {VERIFY_TOLERANCE:.0e}; do not use it"
-            )
-        return gap
+
+@torch.no_grad()
+def save_adapter(
+    model: Decoder, adapter: LoraAdapter, folder: Path, path: Path, *, model_name: str, lora: LoraConfig
+) -> float | None:
+    """Write `adapter` of the model in `folder` to `path` as a PEFT folder with tokenizer files, and check it by reloading.
+
+    Returns the largest difference between the logits here and those of PEFT; None where the model is too large to load twice or not
+    in float32, and the file was only read back and compared.
+    """
+    write_adapter(
+        adapter,
+        path,
+        base=str(folder) if model_name == "default" else model_name,
+        target=lora.target_modules,
+        exclude=lora.exclude_modules,
+    )
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, path / name)
+    check_written(adapter, path)
+    small = sum(p.numel() for p in model.parameters()) <= VERIFY_MAX_PARAMETERS
+    if not small or model.dtype != torch.float32:
+        return None
+    ids = torch.arange(min(32, model.config.vocab_size), device=model.device)
+    attend = PackedCausal([len(ids)], model.device)
+    logits = model.logits(model(ids, attend.positions, attend, adapter.pairs(model.dtype)))
+    gap = verify_with_peft(path, folder, ids.unsqueeze(0), logits)
+    if not gap <= VERIFY_TOLERANCE:
+        raise ModelError(
+            f"the adapter saved to {path} gives other logits when PEFT loads it: largest difference {gap:.2e}, "
+            f"allowed {VERIFY_TOLERANCE:.0e}; do not use it"
+        )
+    return gap
 
 
 def create_adapter(model: Decoder, lora: LoraConfig, seed: int) -> LoraAdapter:
@@ -230,6 +238,10 @@ def create_adapter(model: Decoder, lora: LoraConfig, seed: int) -> LoraAdapter:
         raise ConfigError(
             f"lora.target_modules: {OUTPUT_HEAD} cannot have an adapter on the local backend; leave it out "
             "(all-linear does)"
+        )
+    for entry in unmatched_excludes(list(shapes), lora.exclude_modules):
+        logger.warning(
+            "lora.exclude_modules: %r matches no module; the model has %s", entry, ", ".join(leaf_names(shapes))
         )
     adapter = LoraAdapter(
         shapes,

@@ -21,15 +21,23 @@ from rllm.lora.adapter import LoraAdapter
 
 # Tokens x vocabulary held at once when logits are turned into log-probabilities (float32: 64 MiB).
 LOGIT_ELEMENTS = 16 * 2**20
+# Measured: on CPU smaller micro-batches stay in cache, a GPU wants larger ones.
+MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 32768}
+# Memory that the activations of a micro-batch may take on CPU, and the share of it on a GPU.
+CPU_ACTIVATION_BYTES = 2 * 2**30
+GPU_ACTIVATION_SHARE = 0.25
 
 
 class Learner:
-    """Accumulates gradients of losses over rows and steps the optimizer. `adapters` empty: all weights of `model` are trained."""
+    """Accumulates gradients of losses over rows and steps the optimizer. `adapters` empty: all weights of `model` are trained.
+
+    `micro_batch_tokens` is a limit; a model whose activations would not fit gets smaller micro-batches.
+    """
 
     def __init__(self, model: Decoder, adapters: Mapping[str, LoraAdapter], micro_batch_tokens: int | None = None):
         self.model, self.adapters = model, dict(adapters)
-        # Measured: on CPU smaller batches stay in cache, a GPU wants larger ones.
-        self.micro_batch_tokens = micro_batch_tokens or (32768 if model.device.type == "cuda" else 8192)
+        wanted = micro_batch_tokens or MICRO_BATCH_TOKENS[model.device.type]
+        self.micro_batch_tokens = min(wanted, _tokens_in_memory(model))
         if not self.adapters:
             model.full_finetuning()
         self.masters = _float32_masters(model) if not self.adapters else {}
@@ -131,9 +139,7 @@ class Learner:
         optimizer = self._optimizer(params)
         for parameter, state in zip(self.trainable(), states, strict=True):
             if state:
-                optimizer.state[parameter] = {
-                    name: value.to(parameter.device) if value.dim() else value for name, value in state.items()
-                }
+                optimizer.state[parameter] = {name: value.to(parameter.device) for name, value in state.items()}
 
     def _optimizer(self, params: AdamParams) -> torch.optim.AdamW:
         settings: dict[str, Any] = {
@@ -212,6 +218,19 @@ class Learner:
         if adapter not in self.adapters:
             raise KeyError(f"no adapter {adapter!r}; there are {', '.join(self.adapters)} and {BASE}")
         return self.adapters[adapter].pairs(self.model.dtype)
+
+
+def _tokens_in_memory(model: Decoder) -> int:
+    """Tokens whose activations fit the memory set aside for them.
+
+    Elements kept per token and layer for the backward pass, counted with autograd's saved-tensor hooks on three shapes (within 20 %).
+    """
+    c = model.config
+    kept = 8 * (c.hidden_size + (c.n_heads + c.n_kv_heads) * c.head_dim) + 5 * c.intermediate_size
+    budget: float = CPU_ACTIVATION_BYTES
+    if model.device.type == "cuda":
+        budget = GPU_ACTIVATION_SHARE * torch.cuda.get_device_properties(model.device).total_memory
+    return max(1, int(budget / (kept * c.n_layers * model.dtype.itemsize)))
 
 
 def _float32_masters(model: Decoder) -> dict[torch.nn.Parameter, torch.nn.Parameter]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -84,11 +84,41 @@ class FusedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor, pair: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        y = F.linear(x, self.weight, self.bias)
         if pair is None:
-            return y
-        a, b = pair
-        return torch.addmm(y, F.linear(x, a), b.t())
+            return F.linear(x, self.weight, self.bias)
+        if torch.is_grad_enabled() and not self.weight.requires_grad:
+            return LowRankLinear.apply(x, self.weight, self.bias, *pair)
+        return F.linear(x, self.weight, self.bias).addmm_(F.linear(x, pair[0]), pair[1].t())
+
+
+class LowRankLinear(torch.autograd.Function):
+    """``y = x W^T + b + (x A^T) B^T`` with W and b frozen.
+
+    Many tokens in float32 go through ``W + B A``, made for this one product and made again in the backward pass: that adds nothing per
+    token. In bfloat16 the sum would lose the update's small digits, so both terms are computed, and summed inside the product.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+        rows, columns = weight.shape
+        ctx.merged = weight.dtype == torch.float32 and x.shape[0] * (rows + columns) > rows * columns
+        ctx.save_for_backward(x, weight, a, b)
+        if ctx.merged:
+            return F.linear(x, torch.addmm(weight, b, a), bias)
+        return F.linear(x, weight, bias).addmm_(F.linear(x, a), b.t())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, Tensor, Tensor]:
+        (grad,) = grads
+        x, weight, a, b = ctx.saved_tensors
+        grad_h, h = grad @ b, F.linear(x, a)
+        if not ctx.needs_input_grad[0]:
+            grad_x = None
+        elif ctx.merged:
+            grad_x = grad @ torch.addmm(weight, b, a)
+        else:
+            grad_x = (grad @ weight).addmm_(grad_h, a)
+        return grad_x, None, None, grad_h.t() @ x, grad.t() @ h
 
 
 class DecoderLayer(nn.Module):
