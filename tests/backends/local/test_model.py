@@ -121,6 +121,23 @@ def test_a_saved_model_loads_in_transformers_and_here(make, tmp_path):
     assert torch.equal(packed_logits(load_decoder(tmp_path / "out"), [ids])[0], packed_logits(decoder, [ids])[0])
 
 
+def test_a_model_saved_over_a_sharded_one_is_the_one_that_loads(make, tmp_path, monkeypatch):
+    from rllm.backends.local import loading
+
+    _, decoder, folder = make("qwen3")
+    monkeypatch.setattr(loading, "MAX_SHARD_BYTES", 20_000)
+    save_decoder(decoder, folder, tmp_path / "out")
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
+    (ids,) = sequences([9])
+    assert torch.equal(packed_logits(load_decoder(tmp_path / "out"), [ids])[0], packed_logits(decoder, [ids])[0])
+    monkeypatch.undo()
+    with torch.no_grad():
+        decoder.final_norm.mul_(2.0)
+    save_decoder(decoder, folder, tmp_path / "out")
+    # Shards of the earlier save lie beside the new file and must not be read.
+    assert torch.equal(packed_logits(load_decoder(tmp_path / "out"), [ids])[0], packed_logits(decoder, [ids])[0])
+
+
 def edit_config(folder, **changes):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))

@@ -144,7 +144,8 @@ def _checkpoint_tensors(folder: Path, device: str | torch.device):
     if index.is_file():
         files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
     else:
-        files = sorted(folder.glob("model*.safetensors"))
+        single = folder / "model.safetensors"
+        files = [single] if single.is_file() else sorted(folder.glob("model*.safetensors"))
     if not files:
         raise ModelError(f"model.path: {folder} has no model.safetensors; save the model with save_pretrained()")
     for file in files:
@@ -200,6 +201,8 @@ def save_decoder(model: Decoder, source: Path, out: Path, dtype: torch.dtype | N
             size = 0
         shards[-1][name] = tensor
         size += tensor.nbytes
+    # An index left by an earlier, sharded save would send readers to its old shards.
+    (out / "model.safetensors.index.json").unlink(missing_ok=True)
     if len(shards) == 1:
         save_file(shards[0], out / "model.safetensors", metadata={"format": "pt"})
     else:
