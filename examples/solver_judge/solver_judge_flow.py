@@ -85,13 +85,13 @@ async def solver_judge(task: rllm.Task, config: rllm.AgentConfig) -> rllm.Episod
     client = _client().with_options(base_url=config.base_url)
     question = task.metadata["question"]
     n = int(task.metadata.get("n_solutions", N_SOLUTIONS))
-    attempts = await asyncio.gather(*(_ask(client, config.model, solver_prompt(question)) for _ in range(n)))
+    attempts = await asyncio.gather(*(_ask(client, config.model_for("solver"), solver_prompt(question)) for _ in range(n)))
     solutions = [parse_solution(text) for _, text in attempts]
     solvers = [
         rllm.Trajectory(name="solver", steps=[rllm.Step(id=call, action=solution)], output=solution)
         for (call, _), solution in zip(attempts, solutions, strict=True)
     ]
-    call, text = await _ask(client, config.model, judge_prompt(question, solutions))
+    call, text = await _ask(client, config.model_for("judge"), judge_prompt(question, solutions))
     choice = parse_choice(text, n)
     chosen = None if choice is None else solutions[choice]
     judge = rllm.Trajectory(name="judge", steps=[rllm.Step(id=call, action=chosen)], output=chosen)
@@ -128,7 +128,7 @@ class SolverJudgeWorkflow(rllm.Workflow):
 
     async def _call(self, name: str, prompt: str) -> rllm.Trajectory:
         messages = [{"role": "user", "content": prompt}]
-        output = await self.rollout_engine.get_model_response(messages)
+        output = await self.rollout_engine.get_model_response(messages, role=name)
         return rllm.Trajectory(name=name, steps=[rllm.Step.from_model_output(output, messages)], output=output.content)
 
     async def run(self, task: dict, uid: str, **kwargs) -> rllm.Episode:

@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 from pydantic import Field
 
 from rllm.algorithms.spec import DEFAULT_ADAPTER, Datum, LossSpec
-from rllm.config.schema import LoraConfig, ModelConfig, OptimConfig, Section
+from rllm.config.schema import LoraSettings, ModelConfig, OptimConfig, Section
 from rllm.data.dataset import read_jsonl
 from rllm.errors import ConfigError, DataError, RunError
 
@@ -64,7 +64,7 @@ class SftConfig(Section):
     """Config tree of `rllm sft`."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
-    lora: LoraConfig = Field(default_factory=LoraConfig)
+    lora: LoraSettings = Field(default_factory=LoraSettings)
     data: SftDataConfig = Field(default_factory=SftDataConfig)
     optim: SftOptimConfig = Field(default_factory=SftOptimConfig)
     trainer: SftTrainerConfig = Field(default_factory=SftTrainerConfig)
@@ -185,7 +185,8 @@ def learning_rate(progress: float, optim: SftOptimConfig) -> float:
 
 def run_sft(config: SftConfig, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Train as `config` says; writes the model or adapter and `result.json` to ``trainer.out`` and returns the result."""
-    from rllm.backends.local.backend import create_adapter, pick_device, pick_dtype, save_adapter
+    from rllm.backends.local.adapters import SaveContext, create_adapter, save_adapter
+    from rllm.backends.local.backend import pick_device, pick_dtype
     from rllm.backends.local.learner import Learner
     from rllm.backends.local.loading import load_decoder, load_tokenizer, resolve_model, save_decoder
 
@@ -215,8 +216,10 @@ def run_sft(config: SftConfig, log: Callable[[str], None] = print) -> dict[str, 
         "seconds": round(time.monotonic() - started, 1),
     }
     if adapters:
-        adapter, lora = adapters[DEFAULT_ADAPTER], config.lora
-        result["peft_logit_gap"] = save_adapter(model, adapter, folder, out, model_name=config.model.path, lora=lora)
+        context = SaveContext(
+            model, folder, config.model.path, {"step": result["steps"], "metrics": {"nll": result["nll"]}}
+        )
+        result["peft_logit_gap"] = save_adapter(adapters[DEFAULT_ADAPTER], out, config.lora, context)
     else:
         save_decoder(model, folder, out)
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")

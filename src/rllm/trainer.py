@@ -5,8 +5,6 @@ Knows the order of things; how each is done lives one call down.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import signal
 import threading
@@ -23,13 +21,12 @@ from rllm.backends.base import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, AdamParam
 from rllm.config.load import Resolved, load_config
 from rllm.config.schema import Config
 from rllm.data.dataset import Dataset, load_dataset
-from rllm.errors import ConfigError, DataError, RunError
-from rllm.gateway.server import Gateway
+from rllm.errors import ConfigError, DataError, ModelError, RunError
 from rllm.lora.files import match_config_to_adapter
-from rllm.rollouts.runner import EpisodeRequest, EpisodeRunner
+from rllm.rollouts.batch import Rollouts, stable_seed
 from rllm.tracking.run_folder import RunFolder
 from rllm.tracking.trackers import make_trackers
-from rllm.types import Episode, Task
+from rllm.types import Task
 
 MAX_SKIPPED_STEPS = 3
 
@@ -97,6 +94,7 @@ class _Run:
     step: int = 0
     completed: int = 0
     skipped_in_a_row: int = 0
+    last_rewards: dict[str, float] = field(default_factory=dict)
     validations: dict[str, dict[str, float]] = field(default_factory=dict)
     interrupted: bool = False
 
@@ -112,6 +110,8 @@ class _Run:
             wants_before = config.trainer.val_before_train or config.trainer.val_only
             if wants_before and (total == 0 or not config.lora.rank):
                 self._validate_before(DEFAULT_ADAPTER)
+            if total:
+                self._prove_publish()
             for self.step in range(1, total + 1):
                 self._train_step(next(batches))
                 # With LoRA the starting policy stays at hand, so the first step need not wait for its validation.
@@ -123,7 +123,19 @@ class _Run:
         except KeyboardInterrupt:
             self.interrupted = True
             _second_interrupt_kills()
+        except RunError as error:
+            raise self._saved_first(error) from error
         return self._finish()
+
+    def _saved_first(self, error: RunError) -> RunError:
+        """`error`, after what was learned until then is on disk."""
+        if not self.completed:
+            return error
+        try:
+            path = self._save(self.folder.path / "adapter-at-stop")
+        except ModelError as unsaved:
+            return RunError(f"{error}\nwhat was learned could not be saved: {unsaved}")
+        return RunError(f"{error}\nwhat was learned in {self.completed} steps is saved in {path}")
 
     def _train_step(self, tasks: list[Task]) -> None:
         config, clock = self.trainer.config, time.monotonic()
@@ -144,6 +156,7 @@ class _Run:
         metrics = reward_metrics(groups) | episode_metrics(episodes) | account.to_metrics()
         metrics |= self._update(data)
         self.completed = self.step
+        self.last_rewards = {name: value for name, value in metrics.items() if name.endswith("/mean")}
         updated = time.monotonic()
         tokens = sum(len(s.response_ids) for e in episodes for t in e.trajectories for s in t.steps)
         metrics |= {
@@ -179,8 +192,22 @@ class _Run:
         self.skipped_in_a_row = 0
         clock = time.monotonic()
         self.backend.publish()
-        metrics["timing_s/publish"] = time.monotonic() - clock
+        published = time.monotonic()
+        metrics |= self._prove_publish()
+        metrics |= {"timing_s/publish": published - clock, "timing_s/probe": time.monotonic() - published}
         return {f"actor/{name}" if "/" not in name else name: value for name, value in metrics.items()}
+
+    def _prove_publish(self) -> dict[str, float]:
+        """The sampler must now run what the trainer has: otherwise nothing that follows means anything, and the run stops."""
+        probe = self.backend.probe()
+        if not probe.passed:
+            raise RunError(
+                f"step {self.step}: the sampler does not run the policy that was trained. Policy version: sampler "
+                f"{probe.sampler_version}, trainer {probe.trainer_version}; same adapter weights: {'yes' if probe.same_weights else 'no'}; "
+                f"log-probabilities of the same tokens differ by up to {probe.gap_max:.2e} (mean {probe.gap_mean:.2e}, allowed "
+                f"{probe.tolerance:.0e}: trainer.publish_tolerance)"
+            )
+        return {"publish/gap_max": probe.gap_max, "publish/gap_mean": probe.gap_mean}
 
     def _validate_before(self, adapter: str) -> None:
         self._say_validating("before")
@@ -209,7 +236,10 @@ class _Run:
             tracker.step(line)
 
     def _save(self, path: Path) -> Path:
-        return self.backend.export_adapter(path)
+        facts: dict[str, Any] = {"step": self.completed, "seed": self.trainer.config.trainer.seed}
+        facts |= {f"validation {when}": values for when, values in self.validations.items()}
+        self.backend.export_adapter(path, facts | {"last training step": self.last_rewards})
+        return path
 
     def _finish(self) -> dict[str, Any]:
         config = self.trainer.config
@@ -228,72 +258,6 @@ class _Run:
         for tracker in self.trackers:
             tracker.finish(result)
         return result
-
-
-class Rollouts:
-    """Gateway and runner over one backend: tasks in, finished episodes out."""
-
-    def __init__(
-        self,
-        backend: Backend,
-        config: Config,
-        flow: Any,
-        workflow_class: type | None,
-        workflow_args: dict[str, Any],
-        evaluator: Any,
-    ):
-        self.config = config
-        self.gateway = Gateway(
-            backend,
-            host=config.gateway.host,
-            port=config.gateway.port,
-            max_prompt_length=config.data.max_prompt_length,
-            default_max_tokens=config.data.max_response_length,
-        )
-        self.runner = EpisodeRunner(
-            self.gateway,
-            flow=flow,
-            workflow_class=workflow_class,
-            workflow_args=workflow_args,
-            evaluator=evaluator,
-            config=config,
-        )
-
-    def __enter__(self) -> Rollouts:
-        self.gateway.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.runner.close()
-        self.gateway.stop()
-
-    def run(
-        self,
-        tasks: Sequence[Task],
-        *,
-        n: int,
-        step: int = 0,
-        validation: bool = False,
-        adapter: str = DEFAULT_ADAPTER,
-    ) -> list[Episode]:
-        """`n` episodes of every task, in task order. Too many failures stop the run with the first traceback."""
-        seed = self.config.trainer.seed
-        label = "val" if validation else str(step)
-        requests = [
-            EpisodeRequest(task, f"{task.id}:{k}", stable_seed(seed, label, task.id, k), validation, adapter)
-            for task in tasks
-            for k in range(n)
-        ]
-        episodes = self.runner.run(requests)
-        failed = [episode for episode in episodes if episode.failed]
-        if failed and len(failed) > self.config.rollout.max_failed_fraction * len(episodes):
-            raise RunError(
-                f"{len(failed)} of {len(episodes)} episodes failed, more than rollout.max_failed_fraction="
-                f"{self.config.rollout.max_failed_fraction}. The first failure (episode {failed[0].id}, "
-                f"{failed[0].termination_reason.value if failed[0].termination_reason else 'unknown'}):\n"
-                f"{failed[0].error or ''}"
-            )
-        return episodes
 
 
 def evaluate(
@@ -372,12 +336,6 @@ def total_steps(dataset: Dataset | None, config: Config) -> int:
     if config.trainer.total_steps is not None:
         return config.trainer.total_steps
     return math.ceil(len(dataset or ()) / config.data.train_batch_size) * config.trainer.total_epochs
-
-
-def stable_seed(*parts: object) -> int:
-    """A 63-bit seed that depends on `parts` alone, the same on every machine and run."""
-    digest = hashlib.blake2b(json.dumps([str(part) for part in parts]).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def _dataset(given: Any, files: Any, split: str, config: Config) -> Dataset | None:

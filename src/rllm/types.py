@@ -70,7 +70,8 @@ class ModelOutput:
     """One answer of the model: its text and the exact tokens it was sampled as.
 
     `id` is the call id under which the gateway recorded it. `logprobs[i]` is the log-probability of `completion_ids[i]`
-    under the distribution it was sampled from (temperature included), `versions[i]` the policy version that sampled it.
+    under the distribution it was sampled from (temperature included), `versions[i]` the policy version that sampled it, `adapter`
+    the name of the adapter that it was sampled with.
     """
 
     id: str
@@ -84,6 +85,7 @@ class ModelOutput:
     temperature: float = 1.0
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    adapter: str = "default"
 
     @property
     def prompt_length(self) -> int:
@@ -114,6 +116,7 @@ class Step:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     temperature: float = 1.0
+    adapter: str = "default"
     finish_reason: str | None = None
     chat_completions: list[Message] = field(default_factory=list)
     observation: Any = None
@@ -143,6 +146,7 @@ class Step:
         self.logprobs = list(output.logprobs)
         self.versions = list(output.versions)
         self.temperature = output.temperature
+        self.adapter = output.adapter
         self.finish_reason = output.finish_reason
         self.model_response = self.model_response or output.content
         self.thought = self.thought or output.reasoning
@@ -242,7 +246,9 @@ class AgentConfig:
 
     Give `base_url` and `model` to any OpenAI client. ``url_for(uid)`` is a base URL whose calls are recorded as steps of the
     trajectory with that uid, for flows that run several agents at once and return no steps themselves.
-    `sampling_params` is informational: the gateway applies it where a call does not say otherwise.
+    ``model_for(role)`` is the model name for the calls of one role: with ``lora.per_role`` each role has an adapter of its own
+    (those in `roles`), else it is `model`. `sampling_params` is informational: the gateway applies it where a call does not say
+    otherwise.
     """
 
     base_url: str
@@ -252,6 +258,11 @@ class AgentConfig:
     is_validation: bool = False
     sampling_params: dict[str, Any] = field(default_factory=dict)
     api_key: str = "rllm"
+    roles: tuple[str, ...] = ()
+
+    def model_for(self, role: str) -> str:
+        """Model name that samples with the adapter of `role`; the one model where all roles share it."""
+        return f"{self.model}:{role}" if role in self.roles else self.model
 
     def url_for(self, trajectory_uid: str) -> str:
         """Base URL for the calls of one trajectory of this episode. The uid may hold letters, digits, ``.``, ``_`` and ``-``."""

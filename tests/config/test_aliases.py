@@ -158,3 +158,26 @@ def test_tables_do_not_overlap_and_every_hint_names_a_field():
     fields = {key for key, _ in leaves(Config)}
     assert sum(map(len, tables)) == len(set().union(*tables)) and not fields & set().union(*tables)
     assert set(HINTS.values()) <= fields
+
+
+def test_a_rank_that_vllm_cannot_serve_is_refused_where_the_script_names_vllm():
+    script = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.model.lora_rank=1024"]
+    with pytest.raises(
+        ConfigError, match=r"lora.rank=1024: vLLM serves ranks up to 512 .*rollout.name=vllm; lower the rank"
+    ):
+        load_config(overrides=script)
+    with pytest.raises(ConfigError, match=r"lora.per_role.judge.rank=600: vLLM serves"):
+        load_config(overrides=[script[0], "lora.per_role.judge.rank=600"])
+    assert load_config(overrides=script[1:]).config.lora.rank == 1024
+    assert load_config(overrides=[script[0], "lora.rank=512"]).config.lora.rank == 512
+
+
+def test_a_verl_script_without_a_rank_is_told_which_default_applies():
+    def told(*overrides):
+        return any("verl's default is 0, full fine-tuning" in note for note in load_config(overrides=overrides).notes)
+
+    assert told("actor_rollout_ref.actor.optim.lr=1e-4")
+    assert not told("optim.lr=1e-4")
+    assert not told("actor_rollout_ref.model.lora_rank=8")
+    full = load_config(overrides=["actor_rollout_ref.model.lora_rank=0"])
+    assert full.config.lora.rank == 0 and full.config.lora.adapters() == {}

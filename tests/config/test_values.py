@@ -1,11 +1,13 @@
 """What a typed value becomes, what no field accepts, and what a config remembers of its origins."""
 
+import re
+
 import pytest
 
 from rllm.backends.base import CAPABILITIES
 from rllm.config.check import ESTIMATORS, LOSSES
 from rllm.config.explain import nearest_key
-from rllm.config.load import check, leaves, load_config, load_model, show_config
+from rllm.config.load import check, leaves, load_config, load_model, show_config, to_yaml
 from rllm.config.schema import Config
 from rllm.errors import ConfigError
 
@@ -63,7 +65,7 @@ def test_a_section_may_be_given_as_a_mapping_or_left_empty_in_a_file(tmp_path):
         ("model.device=tpu", "auto | cpu | cuda | cuda:N"),
         ("trainer.test_freq=-2", "greater than or equal to 0"),
         ("rollout.max_failed_fraction=2", "less than or equal to 1"),
-        ("lora.dropout=0.1", "unknown key 'lora.dropout'; lora has lora.rank"),
+        ("lora.zzz=0.1", "unknown key 'lora.zzz'; lora has lora.rank"),
         ("zzz=1", "unknown key 'zzz'; sections are model, lora, data"),
         ("actor_rollout_ref.model.lora_rank=x", "actor_rollout_ref.model.lora_rank=x: input should be a valid integer"),
         ("actor_rollout_ref.actor.ppo_mini_batch=3", "did you mean 'actor_rollout_ref.actor.ppo_mini_batch_size'?"),
@@ -180,3 +182,38 @@ def test_a_file_that_gives_a_key_twice_is_refused(tmp_path):
     file.write_text("lora: {rank: 4}\nlora: {rank: 8}\n")
     with pytest.raises(ConfigError, match=r"c\.yaml: not valid YAML: .*duplicate key"):
         load_config([file])
+
+
+def test_roles_take_what_they_do_not_say_from_the_shared_settings_and_survive_a_file(tmp_path):
+    roles = ["lora.rank=4", "lora.rank_pattern.q_proj=2", "lora.per_role.solver.rank=16", "lora.per_role.judge={}"]
+    config = load_config(overrides=roles).config
+    solver, judge = (config.lora.adapters()[role] for role in ("solver", "judge"))
+    assert (solver.rank, judge.rank, solver.rank_pattern) == (16, 4, {"q_proj": 2})
+    file = tmp_path / "run.yaml"
+    file.write_text(to_yaml(config))
+    assert load_config([file]).config == config
+    assert load_config([file], ["lora.per_role=shared"]).config.lora.adapters().keys() == {"default"}
+    assert load_config([file], ["lora.per_role.judge.rank=2"]).config.lora.adapters()["judge"].rank == 2
+    inline = load_config(overrides=["lora.per_role={solver: {alpha: 3}, judge: {}}"]).config.lora.adapters()
+    assert (inline["solver"].alpha, inline["judge"].alpha) == (3, 16)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("lora.per_role.solver.rnk=8", "unknown key 'lora.per_role.solver.rnk'; did you mean 'rank'?"),
+        ("lora.per_role={solver: {rank: 0}}", "lora.per_role.solver: rank 0 is full fine-tuning"),
+        ("lora.per_role={}", "lora.per_role names no role"),
+        ("lora.per_role=sharde", "lora.per_role=sharde: input should be 'shared'"),
+        ("lora.per_role.base={}", "'base' cannot be the name of an adapter"),
+        ("lora.per_role.solver.rank=x", "lora.per_role.solver.rank=x: input should be a valid integer"),
+        ("lora.use_dora=true", "DoRA is not built yet"),
+        ("lora.rank_pattern.q_proj=0", "lora.rank_pattern.q_proj=0: input should be greater than 0"),
+        ("lora.rank_pattern={'(': 3}", "'(' is not a valid regular expression"),
+        ("lora.dropout=1", "lora.dropout=1: input should be less than 1"),
+        ("lora.alpha=0", "lora.alpha=0: input should be greater than 0"),
+    ],
+)
+def test_adapter_settings_that_mean_nothing_are_told_with_the_key(override, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(overrides=[override])

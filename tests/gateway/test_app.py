@@ -113,7 +113,10 @@ def test_token_ids_and_logprobs_are_told_on_request(http: httpx.Client, backend:
 
 
 def test_models_lists_what_is_served_and_each_name_picks_its_weights(backend: Any) -> None:
-    with Gateway(backend, model_names=["mine", "echo"]) as gateway, httpx.Client(base_url=gateway.url) as http:
+    with (
+        Gateway(backend, models={"mine": "default", "echo": "base"}) as gateway,
+        httpx.Client(base_url=gateway.url) as http,
+    ):
         assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["mine", "echo"]
         for name in ("mine", "echo"):
             assert ask(http, model=name).json()["model"] == name

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import random_adapter, with_peft
 
 from rllm.backends.local.model import PackedCausal
+from rllm.config.schema import LoraSettings
 from rllm.errors import ModelError
 from rllm.lora.adapter import LoraAdapter
 from rllm.lora.files import check_written, load_into, read_adapter, verify_with_peft, write_adapter
@@ -22,7 +23,8 @@ def logits_with(decoder, adapter):
 
 
 def write(adapter, folder, base):
-    write_adapter(adapter, folder, base=str(base), target="all-linear", exclude=None)
+    names = adapter.modules_adapted
+    write_adapter(adapter, folder, base=str(base), settings=LoraSettings(), names=names)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])

@@ -15,8 +15,10 @@ FACTS = {
     "trainable": 20,
     "dtype": "float32",
     "device": "cpu",
-    "method": "LoRA rank 8, alpha 8",
-    "targets": {"q_proj": 4, "v_proj": 4},
+    "method": "LoRA rank 8, alpha 8 on q_proj x4, v_proj x4",
+    "adapters": {"default": {}},
+    "base_fingerprint": "0123456789abcdef",
+    "memory_bytes": {"base": 1234567, "optimizer": 800},
     "notes": ["lora.target_modules=[q_proj] is only an example"],
 }
 STEP = {
@@ -50,7 +52,9 @@ def test_the_banner_says_what_is_trained_of_what_and_where_it_goes(shown):
     tracker, text = shown
     tracker.start(FACTS, total_steps=3)
     assert "LoRA rank 8, alpha 8 on q_proj x4, v_proj x4" in text()
-    assert "20 parameters (2.00 %)" in text() and "3 of 16 tasks x 4 episodes" in text()
+    assert "20 parameters (2.00 %) = sum of rank x (in + out)" in text()
+    assert "fingerprint 0123456789abcdef" in text() and "base 1.23 MB, optimizer 800 B" in text()
+    assert "3 of 16 tasks x 4 episodes" in text()
     assert "/one" in text() and "lora.target_modules=[q_proj] is only an example" in text()
 
 

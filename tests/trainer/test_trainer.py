@@ -17,7 +17,8 @@ from solver_judge_flow import SolverJudgeWorkflow, solver_judge, solver_judge_ev
 import rllm
 from rllm.data.countdown import countdown
 from rllm.errors import ConfigError, DataError, ModelError, RunError
-from rllm.trainer import evaluate, stable_seed, task_batches
+from rllm.rollouts.batch import stable_seed
+from rllm.trainer import evaluate, task_batches
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -89,7 +90,9 @@ def test_peft_loads_the_saved_adapter_and_it_is_no_noop(tmp_path):
 
     train(tmp_path, val=0, optim={"lr": 0.01})
     adapter = tmp_path / "runs" / "latest" / "adapter"
-    assert (adapter / "tokenizer.json").is_file() and "policy version 2" in (adapter / "README.md").read_text()
+    assert (adapter / "tokenizer.json").is_file() and "- policy version: 2\n- step: 2\n" in (
+        adapter / "README.md"
+    ).read_text()
     ids = torch.arange(30)[None]
     model = AutoModelForCausalLM.from_pretrained(DEFAULT_MODEL, dtype=torch.float32)
     with torch.no_grad():

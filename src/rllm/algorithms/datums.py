@@ -10,12 +10,13 @@ from typing import Literal
 
 from rllm.algorithms.advantages import GROUP_RELATIVE, Std, estimate, is_uniform
 from rllm.algorithms.grouping import Accounting
-from rllm.algorithms.spec import DEFAULT_ADAPTER, Datum
+from rllm.algorithms.spec import Datum
 from rllm.types import Step, Trajectory, TrajectoryGroup
 
 
-def rows_of(trajectory: Trajectory, advantage: float, adapter: str = DEFAULT_ADAPTER) -> list[Datum]:
-    """One row per run of steps in which each prompt begins with everything before it; a step that does not starts a new row.
+def rows_of(trajectory: Trajectory, advantage: float) -> list[Datum]:
+    """One row per run of steps in which each prompt begins with everything before it; a step that does not, or that another adapter
+    sampled, starts a new row. Each row is trained with the adapter that sampled it.
 
     Sampled tokens have mask 1, prompts, tool results and other text between them 0.
     """
@@ -30,14 +31,15 @@ def rows_of(trajectory: Trajectory, advantage: float, adapter: str = DEFAULT_ADA
             )
         row = rows[-1] if rows else None
         if row is None or not _extends(step, row):
-            row = Datum(ids=[], mask=[], temperature=step.temperature, adapter=adapter, role=trajectory.role)
+            row = Datum(ids=[], mask=[], temperature=step.temperature, adapter=step.adapter, role=trajectory.role)
             rows.append(row)
         _append(row, step, advantage)
     return rows
 
 
 def _extends(step: Step, row: Datum) -> bool:
-    return step.prompt_ids[: len(row.ids)] == row.ids and step.temperature == row.temperature
+    same_policy = step.temperature == row.temperature and step.adapter == row.adapter
+    return same_policy and step.prompt_ids[: len(row.ids)] == row.ids
 
 
 def _append(row: Datum, step: Step, advantage: float) -> None:

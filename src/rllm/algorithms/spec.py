@@ -17,6 +17,11 @@ INITIAL_ADAPTER = "initial"
 at any time; full fine-tuning has none."""
 
 
+def initial_of(adapter: str) -> str:
+    """Name of an adapter as it was before the first step."""
+    return INITIAL_ADAPTER if adapter == DEFAULT_ADAPTER else f"{INITIAL_ADAPTER}:{adapter}"
+
+
 @dataclass
 class Datum:
     """One row to train on. All per-token lists have the length of `ids`; entry t speaks of *predicting* `ids[t]` from

@@ -5,12 +5,12 @@ Knows no torch. The primitives are Tinker's: sample, forward_backward, optim_ste
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rllm.algorithms.spec import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, Datum, LossSpec
+from rllm.algorithms.spec import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, Datum, LossSpec, initial_of
 
 __all__ = [
     "BASE",
@@ -23,7 +23,9 @@ __all__ = [
     "Completion",
     "Datum",
     "LossSpec",
+    "Probe",
     "SamplingParams",
+    "initial_of",
 ]
 
 FinishReason = Literal["stop", "length"]
@@ -66,6 +68,23 @@ class AdamParams:
     grad_clip: float = 1.0
 
 
+@dataclass(frozen=True)
+class Probe:
+    """What a comparison of sampler and trainer on fixed prompts found. Gaps are absolute differences of log-probabilities of
+    sampled tokens. `same_weights`: the sampler holds the trained adapters bit for bit (with full fine-tuning they are one)."""
+
+    sampler_version: int
+    trainer_version: int
+    gap_max: float
+    gap_mean: float
+    same_weights: bool
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        return self.same_weights and self.sampler_version == self.trainer_version and self.gap_max <= self.tolerance
+
+
 class Backend(Protocol):
     """Holds the base, the adapters, the optimizer and the sampler. `sample` may be called from any event loop or thread;
     the training calls are made one at a time by the trainer."""
@@ -85,9 +104,13 @@ class Backend(Protocol):
         """Accumulate gradients of the aggregated loss over all of `data`; returns metrics (``loss``, ``entropy``, ...)."""
         ...
 
-    def logprobs(self, data: Sequence[Datum], adapter: str | None = None) -> list[list[float]]:
+    def logprobs(
+        self, data: Sequence[Datum], adapter: str | None = None, trained_only: bool = False
+    ) -> list[list[float]]:
         """Teacher-forced log-probability of every token of every row (entry 0 is 0.0), at the row's temperature.
-        `adapter` None: each row's own; `BASE`: adapter off."""
+        `adapter` None: each row's own; `BASE`: adapter off; `INITIAL_ADAPTER`: each row's own as it was before the first step.
+        `trained_only`: entries where the mask is 0 are 0.0, and the others come from the very computation that
+        `forward_backward` makes, so that equal weights give equal numbers."""
         ...
 
     def optim_step(self, params: AdamParams) -> dict[str, float]:
@@ -102,8 +125,13 @@ class Backend(Protocol):
 
     def load_state(self, path: Path) -> None: ...
 
-    def export_adapter(self, path: Path) -> Path:
-        """Write the trained weights for other tools (PEFT folder, or a full model when fully fine-tuned); verified by reloading."""
+    def probe(self) -> Probe:
+        """Sample a little with what the sampler has and compare with the trainer's log-probabilities of the same tokens."""
+        ...
+
+    def export_adapter(self, path: Path, facts: Mapping[str, Any] | None = None) -> dict[str, Path]:
+        """Write the trained weights for other tools, verified by reloading: a PEFT folder, one in a subfolder for each role, or a
+        full model. Returns the folders by adapter name. `facts` go into the model card."""
         ...
 
     def describe(self) -> dict[str, Any]:

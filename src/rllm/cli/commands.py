@@ -168,7 +168,7 @@ def serve(
     config = match_config_to_adapter(resolved.config) if adapter else resolved.config
     backend = create_backend(config)
     try:
-        serve_openai(backend, host, port, adapter="adapter" if adapter else None)
+        serve_openai(backend, host, port, adapters=list(config.lora.adapters()) if adapter else [])
     finally:
         backend.close()
 

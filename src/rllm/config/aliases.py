@@ -257,6 +257,7 @@ HINTS: dict[str, str] = {
 
 USE_KL, KL_COEF = f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"
 VERL_KL_COEF = 0.001
+VLLM_MAX_RANK = 512
 
 
 def settle_kl(entries: Sequence[Entry]) -> list[Entry]:
@@ -278,6 +279,19 @@ def settle_kl(entries: Sequence[Entry]) -> list[Entry]:
         replace(entry, value=beta, raw=None) if entry is switch and beta is not None else entry for entry in entries
     ]
     return [entry for entry in settled if entry.key not in dropped or (entry.key == USE_KL and entry.value is beta)]
+
+
+def check_engine_rank(entries: Sequence[Entry], ranks: Mapping[str, int]) -> None:
+    """A script that names vLLM as its rollout engine must stay one that vLLM can run, so a rank it cannot serve is refused here too."""
+    name = next((entry for entry in reversed(entries) if entry.key == f"{ROLLOUT}.name"), None)
+    if name is None or name.value != "vllm":
+        return
+    for key, rank in ranks.items():
+        if rank > VLLM_MAX_RANK:
+            raise ConfigError(
+                f"{key}={rank}: vLLM serves ranks up to {VLLM_MAX_RANK} (its max_lora_rank) and {name.source} says {name.key}=vllm; "
+                f"lower the rank, or leave {name.key} out: the built-in sampler has no such limit"
+            )
 
 
 def translated(field: str, key: str, value: Any) -> Any:

@@ -13,6 +13,7 @@ from rllm.config.schema import Config
 from rllm.errors import ConfigError
 
 FULL_FINETUNING_LR = 2e-6
+EXAMPLE_DEFAULT = "example default"
 LORA_BATCH_CAP = 64
 ESTIMATORS = ("grpo", "reinforce")
 LOSSES = ("ppo_clip",)
@@ -54,7 +55,7 @@ def check(config: Config, provenance: Mapping[str, str] | None = None, training:
     _check_sampling(config, refuse)
     if "tensorboard" in config.trainer.logger and importlib.util.find_spec("tensorboard") is None:
         raise refuse("trainer.logger", "trainer.logger: tensorboard is not installed; pip install 'rllm[tensorboard]'")
-    return _notes(config)
+    return _notes(config, provenance or {})
 
 
 def _check_sampling(config: Config, refuse: Callable[[str, str], ConfigError]) -> None:
@@ -76,10 +77,19 @@ def _check_sampling(config: Config, refuse: Callable[[str, str], ConfigError]) -
         )
 
 
-def _notes(config: Config) -> list[str]:
+def _notes(config: Config, provenance: Mapping[str, str]) -> list[str]:
     notes: list[str] = []
-    if not config.lora.rank:
+    adapters = config.lora.adapters()
+    if not adapters:
         return notes
+    in_verl = any("(as actor_rollout_ref." in origin for origin in provenance.values())
+    if in_verl and config.lora.per_role == "shared" and provenance.get("lora.rank") in (None, EXAMPLE_DEFAULT):
+        notes.append(
+            f"lora_rank is not given: LoRA of rank {config.lora.rank} is on, the default here; verl's default is 0, full fine-tuning: "
+            "say actor_rollout_ref.model.lora_rank=0 for that"
+        )
+    if any(settings.dropout for settings in adapters.values()):
+        notes.append("lora.dropout: the policy that is trained then differs from the one sampled; 0 is usual in RL")
     if config.optim.lr <= FULL_FINETUNING_LR:
         lr = config.optim.lr
         notes.append(f"optim.lr={lr:g} is a rate for full fine-tuning; LoRA usually wants about 10x: {10 * lr:g}")

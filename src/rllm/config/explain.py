@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from rllm.config.aliases import ALIASES, HINTS, NO_EFFECT, ONLY, SPREAD, Entry
-from rllm.config.schema import Config
+from rllm.config.schema import Config, LoraSettings
 from rllm.errors import ConfigError
 
 NEAR = 0.65
@@ -33,10 +33,10 @@ def leaves(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every leaf of nested mappings."""
+    """(dotted key, value) of every leaf of nested mappings; an empty mapping is a leaf."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{name}.")
         else:
             yield name, value
@@ -53,8 +53,14 @@ def show_tree(config: BaseModel, provenance: Mapping[str, str], notes: Iterable[
     """Every key with its value and where it came from, one a line, then the notes."""
     flat = dict(flatten(config.model_dump()))
     width = max(len(f"{key}={show(value)}") for key, value in flat.items())
-    lines = [f"{f'{key}={show(value)}':<{width}}  # {provenance.get(key, 'default')}" for key, value in flat.items()]
+    lines = [f"{f'{key}={show(value)}':<{width}}  # {_origin(key, provenance)}" for key, value in flat.items()]
     return "\n".join([*lines, *(f"# note: {note}" for note in notes)])
+
+
+def _origin(key: str, provenance: Mapping[str, str]) -> str:
+    """Where the value of `key`, or of the open field that it lies in, came from."""
+    whole = (name for name in provenance if key == name or key.startswith(f"{name}."))
+    return provenance.get(next(whole, ""), "default")
 
 
 def to_yaml(config: BaseModel) -> str:
@@ -118,16 +124,36 @@ def _ratio(a: str, b: str) -> float:
 
 def explain(error: ValidationError, given: Mapping[str, Entry], known: Mapping[str, Any]) -> ConfigError:
     """One line for the first bad value: where, key, found, allowed."""
-    first = error.errors()[0]
-    name = ".".join(str(part) for part in first["loc"])
-    field = next((key for key in known if name == key or name.startswith(key + ".")), name)
-    entry = given.get(field) or Entry("config", field, first.get("input"))
+
+    def field_of(loc: Sequence[Any]) -> str:
+        name = ".".join(map(str, loc))
+        return next((key for key in known if name == key or name.startswith(key + ".")), name)
+
+    errors = error.errors()
+    field = field_of(errors[0]["loc"])
+    # Of the branches of a union, the one that got furthest is the one that was meant.
+    first = max((e for e in errors if field_of(e["loc"]) == field), key=lambda e: len(e["loc"]))
+    inside = [str(part) for part in first["loc"][field.count(".") + 1 :] if "[" not in str(part)]
     info = known.get(field)
     message = first["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
-    allowed = f"; allowed: {type_name(info.annotation)}" if info is not None else ""
-    about = f" ({info.description})" if info is not None and info.description else ""
-    return ConfigError(f"{entry.source}: {entry.key}={show(entry.value)}: {message}{allowed}{about}")
+    message = message[0].lower() + message[1:] if message[:2] != "Do" else message
+    entry = given.get(field) or next((e for key, e in given.items() if key.startswith(f"{field}.")), None)
+    source = entry.source if entry else "config"
+    if info is None:  # a rule between fields: it names them itself
+        return ConfigError(f"{source}: {message}")
+    if first["type"] == "extra_forbidden":
+        settings = list(LoraSettings.model_fields)
+        near = difflib.get_close_matches(inside[-1], settings, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"its keys are {', '.join(settings)}"
+        return ConfigError(f"{source}: unknown key {'.'.join([field, *inside])!r}; {hint}")
+    if inside and is_open(info.annotation):
+        key, value = ".".join([field, *inside]), first.get("input")
+        return ConfigError(f"{source}: {key}={show(value)}: {message} ({info.description})")
+    assert entry is not None
+    about = f" ({info.description})" if info.description else ""
+    return ConfigError(
+        f"{source}: {entry.key}={show(entry.value)}: {message}; allowed: {type_name(info.annotation)}{about}"
+    )
 
 
 def type_name(annotation: Any) -> str:
@@ -139,10 +165,17 @@ def type_name(annotation: Any) -> str:
         return " or ".join(type_name(part) for part in typing.get_args(annotation))
     if origin is list:
         return "list of text"
+    if origin is dict:
+        return "mapping"
     if origin is typing.Annotated:
         return type_name(typing.get_args(annotation)[0])
     names = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null"}
     return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def is_open(annotation: Any) -> bool:
+    """Whether the field is a mapping whose keys are the user's own (role names, patterns)."""
+    return any(typing.get_origin(part) is dict for part in (annotation, *typing.get_args(annotation)))
 
 
 def takes_plain_text(annotation: Any) -> bool:

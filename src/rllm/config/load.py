@@ -5,6 +5,7 @@ Knows the schema and the alias tables; loads no model.
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,11 +14,12 @@ from typing import Any, Generic, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from rllm.config.aliases import ALIASES, ONLY, SPREAD, Entry, no_effect_reason, settle_kl, translated
-from rllm.config.check import check
+from rllm.config.aliases import ALIASES, ONLY, SPREAD, Entry, check_engine_rank, no_effect_reason, settle_kl, translated
+from rllm.config.check import EXAMPLE_DEFAULT, check
 from rllm.config.explain import (
     explain,
     flatten,
+    is_open,
     leaves,
     reference,
     show,
@@ -79,7 +81,8 @@ def load_model(
         for name in _fields_of(entry, known, aliases, notes):
             value = _value_for(name, entry, known[name].annotation)
             earlier = given.get(name)
-            if earlier and earlier.source == entry.source and earlier.key != entry.key:
+            one_value = not is_open(known[name].annotation)
+            if one_value and earlier and earlier.source == entry.source and earlier.key != entry.key:
                 if entry.key in SPREAD:
                     continue
                 if earlier.key not in SPREAD and earlier.value != value:
@@ -87,11 +90,17 @@ def load_model(
                         f"{entry.source}: {earlier.key}={show(earlier.value)} and {entry.key}={show(entry.value)} both set "
                         f"{name}, differently; give one"
                     )
+            if earlier and isinstance(earlier.value, dict) and isinstance(value, dict) and entry.key != name:
+                value = _merged(earlier.value, value)
             given[name] = replace(entry, value=value)
     try:
         config = kind.model_validate(_nest({name: entry.value for name, entry in given.items()}))
     except ValidationError as error:
         raise explain(error, given, known) from None
+    if isinstance(config, Config):
+        roles = {} if config.lora.per_role == "shared" else config.lora.per_role
+        ranks = {f"lora.per_role.{role}.rank": settings.rank for role, settings in roles.items()}
+        check_engine_rank(entries, {"lora.rank": config.lora.rank} | ranks)
     return Resolved(config, _provenance(given, base), list(dict.fromkeys(notes)))
 
 
@@ -124,7 +133,7 @@ def _entries(
 ) -> Iterator[Entry]:
     """All settings in rising precedence."""
     for key, value in flatten(defaults or {}):
-        yield Entry("example default", key, value)
+        yield Entry(EXAMPLE_DEFAULT, key, value)
     if base is not None:
         for key, value in flatten(_as_mapping(base)):
             yield Entry(BASE, key, value)
@@ -133,7 +142,7 @@ def _entries(
             yield Entry(str(name), key, value)
     for override in overrides:
         key, value, raw = _parse_override(override)
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from (Entry("argument", name, item) for name, item in flatten(value, f"{key}."))
         else:
             yield Entry("argument", key, value, raw)
@@ -200,7 +209,7 @@ def _fields_of(entry: Entry, known: Mapping[str, Any], aliases: bool, notes: lis
     key, value = entry.key, entry.value
     if key in known:
         return (key,)
-    if value is None and any(name.startswith(f"{key}.") for name in known):
+    if value in (None, {}) and any(name.startswith(f"{key}.") for name in known):
         return ()  # a section with everything in it commented out
     if aliases:
         fields = (ALIASES[key],) if key in ALIASES else SPREAD.get(key)
@@ -216,15 +225,47 @@ def _fields_of(entry: Entry, known: Mapping[str, Any], aliases: bool, notes: lis
         if reason is not None:
             notes.append(f"{key} has no effect here: {reason}")
             return ()
+    whole = next((name for name in known if key.startswith(f"{name}.") and is_open(known[name].annotation)), None)
+    if whole is not None:
+        return (whole,)
     raise unknown_key(entry, known, aliases)
 
 
 def _value_for(name: str, entry: Entry, annotation: Any) -> Any:
     """The value in our words; a text field takes what was typed (``trainer.experiment_name=2026``)."""
     value = translated(name, entry.key, entry.value)
+    inside = entry.key.removeprefix(f"{name}.")
+    if is_open(annotation) and inside != entry.key:
+        return _open_value(inside, value, annotation)
     if entry.raw and not isinstance(value, (str, list, type(None))) and takes_plain_text(annotation):
         return entry.raw
     return value
+
+
+def _open_value(inside: str, value: Any, annotation: Any) -> dict[str, Any]:
+    """``name.inside=value`` of an open field as a mapping. Where its values are plain, `inside` is one key, dots and all; where
+    they are sections (roles), the first dot ends the key and what follows is a key of the section."""
+    of_sections = any(
+        isinstance(kind, type) and issubclass(kind, BaseModel)
+        for part in (annotation, *typing.get_args(annotation))
+        for kind in typing.get_args(part)
+    )
+    if not of_sections:
+        return {inside: value}
+    key, _, rest = inside.partition(".")
+    if not rest:
+        return {key: {} if value is None else value}
+    setting, _, own = rest.partition(".")
+    return {key: {setting: {own: value} if own else value}}
+
+
+def _merged(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+    """Mappings put into each other, `later` on top."""
+    result = dict(earlier)
+    for key, value in later.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = _merged(result[key], value) if both else value
+    return result
 
 
 def _nest(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,12 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+ROLE_NAME = r"[A-Za-z0-9._-]{1,64}"
+# Names that mean something else where an adapter is named.
+RESERVED_ROLES = ("base", "initial")
 
 
 class Section(BaseModel):
@@ -35,6 +38,9 @@ class ModelConfig(Section):
         default="auto", description="Dtype of the base; auto: bfloat16 on CUDA, float32 on CPU"
     )
     device: str = Field(default="auto", description="auto | cpu | cuda | cuda:N")
+    quantization: Literal["none", "nf4"] = Field(
+        default="none", description="Keep the frozen base in 4 bits (QLoRA): nf4 needs CUDA and bitsandbytes"
+    )
     max_model_len: int | None = Field(
         default=None,
         gt=0,
@@ -49,17 +55,36 @@ class ModelConfig(Section):
         return value
 
 
-class LoraConfig(Section):
+class LoraSettings(Section):
+    """One adapter: how large it is and on which layers."""
+
     rank: int = Field(
         default=8, ge=0, le=4096, description="Rank of the adapter; 0 trains all weights (full fine-tuning)"
     )
-    alpha: float = Field(default=16, gt=0, description="Scale of the update is alpha / rank")
+    alpha: float = Field(
+        default=16, gt=0, description="Scale of the update is alpha / rank (use_rslora: alpha / sqrt(rank))"
+    )
     target_modules: str | list[str] = Field(
         default="all-linear", description="`all-linear`, a list of names or dotted suffixes, or one full-match regex"
     )
     exclude_modules: str | list[str] | None = Field(
         default=None,
         description="Modules left out: a full-match regex, or a list of names or suffixes; wins over target_modules",
+    )
+    train_attn: bool = Field(default=True, description="Adapt the attention matrices among the targets")
+    train_mlp: bool = Field(default=True, description="Adapt the MLP matrices among the targets")
+    train_unembed: bool = Field(default=False, description="Adapt the output head (lm_head) too")
+    rank_pattern: dict[str, Annotated[int, Field(gt=0, le=4096)]] = Field(
+        default_factory=dict,
+        description="Other ranks for some modules: {regex for the end of a dotted name: rank}, first match counts",
+    )
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict, description="Other alphas for some modules, in the same way"
+    )
+    use_rslora: bool = Field(default=False, description="Rank-stabilised LoRA: scale is alpha / sqrt(rank)")
+    use_dora: bool = Field(default=False, description="DoRA; not built yet, so only false is allowed")
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Share of the adapter's inputs dropped in training (0: none, usual in RL)"
     )
     adapter_path: str | None = Field(default=None, description="PEFT LoRA folder to start from")
 
@@ -68,12 +93,7 @@ class LoraConfig(Section):
     def _usable_names(cls, value: str | list[str] | None, info: ValidationInfo) -> str | list[str] | None:
         """What no model could match is told before one is loaded."""
         if isinstance(value, str):
-            try:
-                re.compile(value)
-            except re.error as error:
-                raise ValueError(
-                    f"not a valid regular expression ({error}); names of layers go in a list, e.g. [q_proj,v_proj]"
-                ) from None
+            _check_regex(value)
         elif value is not None and info.field_name == "target_modules":
             if "all-linear" in value:
                 raise ValueError("all-linear stands alone: write target_modules=all-linear, not in a list")
@@ -84,6 +104,65 @@ class LoraConfig(Section):
         if value == "" or (isinstance(value, list) and "" in value):
             raise ValueError("an empty name matches nothing")
         return value
+
+    @field_validator("rank_pattern", "alpha_pattern")
+    @classmethod
+    def _usable_patterns(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for pattern in value:
+            _check_regex(pattern)
+        return value
+
+    @field_validator("use_dora")
+    @classmethod
+    def _no_dora(cls, value: bool) -> bool:
+        if value:
+            raise ValueError("DoRA is not built yet; leave it out for plain LoRA")
+        return value
+
+
+class LoraConfig(LoraSettings):
+    per_role: Literal["shared"] | dict[str, LoraSettings] = Field(
+        default="shared",
+        description="One adapter for all roles (`shared`), or one for each: {solver: {rank: 8}, judge: {}}; what a role does not "
+        "say is as above, and a role named `default` stands for all that are not named",
+    )
+
+    @model_validator(mode="after")
+    def _complete_roles(self) -> LoraConfig:
+        """What a role leaves open is as the shared settings say."""
+        if self.per_role == "shared":
+            return self
+        if not self.per_role:
+            raise ValueError("lora.per_role names no role; write shared, or {solver: {}, judge: {}}")
+        shared = self.model_dump(exclude={"per_role"})
+        for role, own in self.per_role.items():
+            if not re.fullmatch(ROLE_NAME, role) or role in RESERVED_ROLES:
+                raise ValueError(
+                    f"lora.per_role: {role!r} cannot be the name of an adapter; use letters, digits, '.', '_', '-', and none of "
+                    f"{', '.join(RESERVED_ROLES)}"
+                )
+            given = {name: getattr(own, name) for name in own.model_fields_set}
+            self.per_role[role] = LoraSettings(**{**shared, **given})
+            if not self.per_role[role].rank:
+                raise ValueError(
+                    f"lora.per_role.{role}: rank 0 is full fine-tuning, which is for all roles or none; give it a rank"
+                )
+        return self
+
+    def adapters(self) -> dict[str, LoraSettings]:
+        """The adapters to train by name; none with full fine-tuning."""
+        if self.per_role != "shared":
+            return dict(self.per_role)
+        return {"default": self} if self.rank else {}
+
+
+def _check_regex(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(
+            f"{pattern!r} is not a valid regular expression ({error}); names of layers go in a list, e.g. [q_proj,v_proj]"
+        ) from None
 
 
 class DataConfig(Section):
@@ -162,6 +241,12 @@ class TrainerConfig(Section):
     val_only: bool = Field(default=False, description="Validate once and stop")
     logger: list[str] = Field(
         default_factory=lambda: ["console"], description="console, tensorboard (metrics.jsonl is always written)"
+    )
+    publish_tolerance: float | None = Field(
+        default=None,
+        gt=0,
+        description="Largest difference of log-probabilities between sampler and trainer that a run goes on with, measured after "
+        "every publish; default: 1e-3 in float32, 0.1 in bfloat16",
     )
     experiment_name: str | None = Field(default=None, description="Name of the run folder; default: date and time")
     run_dir: str = Field(default="runs", description="Folder that holds the run folders")

@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,7 +17,6 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from rllm.backends.base import BASE, DEFAULT_ADAPTER
 from rllm.gateway.chat import ChatModel
 from rllm.gateway.recorder import Session
 from rllm.gateway.requests import (
@@ -37,8 +36,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 CLIENT_GONE = 499
 
 
-def create_app(model: ChatModel, find_session: Callable[[str], Session | None], model_names: list[str]) -> FastAPI:
-    """The ASGI app. `find_session` gives the open session of a uid, or None. Of `model_names`, the first is the adapter."""
+def create_app(model: ChatModel, find_session: Callable[[str], Session | None], models: Mapping[str, str]) -> FastAPI:
+    """The ASGI app. `find_session` gives the open session of a uid, or None; `models` the adapter of each name that is served."""
     app = FastAPI(title="rllm gateway", docs_url=None, redoc_url=None, openapi_url=None)
 
     def session_of(request: Request) -> tuple[Session | None, str | None]:
@@ -54,7 +53,7 @@ def create_app(model: ChatModel, find_session: Callable[[str], Session | None], 
         session, trajectory = session_of(request)
         body = await _body(request)
         messages, params, form = plain_messages(body.get("messages")), call_params(body), reply_form(body, chat=True)
-        adapter = _adapter(body, session, model_names)
+        adapter = _adapter(body, session, models)
         call, names = _call_ids("chatcmpl", form.n)
         outputs = await _while_connected(
             request, [model.chat(messages, params, session, trajectory, name, adapter) for name in names]
@@ -67,16 +66,18 @@ def create_app(model: ChatModel, find_session: Callable[[str], Session | None], 
         prompt = plain_prompt(body.get("prompt"), len(model.backend.tokenizer))
         ids = model.tokenize(prompt) if isinstance(prompt, str) else prompt
         params, form = call_params(body), reply_form(body, chat=False)
-        adapter = _adapter(body, session, model_names)
+        adapter = _adapter(body, session, models)
         call, names = _call_ids("cmpl", form.n)
         outputs = await _while_connected(
             request, [model.complete(list(ids), params, session, trajectory, name, adapter) for name in names]
         )
         return _reply(body, form, call, outputs, model, chat=False)
 
-    async def models(request: Request) -> Response:
-        session_of(request)
-        data = [{"id": name, "object": "model", "created": 0, "owned_by": "rllm"} for name in model_names]
+    async def list_models(request: Request) -> Response:
+        session, _ = session_of(request)
+        roles = sorted(session.roles) if session else []
+        names = [*models, *(f"{next(iter(models))}:{role}" for role in roles)]
+        data = [{"id": name, "object": "model", "created": 0, "owned_by": "rllm"} for name in names]
         return JSONResponse({"object": "list", "data": data})
 
     async def health(_: Request) -> Response:
@@ -85,7 +86,7 @@ def create_app(model: ChatModel, find_session: Callable[[str], Session | None], 
     for prefix in ("/v1", "/s/{session}/v1", "/s/{session}/t/{trajectory}/v1"):
         app.add_route(f"{prefix}/chat/completions", _answering(chat), methods=["POST"])
         app.add_route(f"{prefix}/completions", _answering(completions), methods=["POST"])
-        app.add_route(f"{prefix}/models", _answering(models), methods=["GET"])
+        app.add_route(f"{prefix}/models", _answering(list_models), methods=["GET"])
     app.add_route("/healthz", health, methods=["GET"])
 
     @app.exception_handler(HTTPException)
@@ -157,18 +158,21 @@ def _call_ids(kind: str, n: int) -> tuple[str, list[str]]:
     return call, [call] if n == 1 else [f"{call}-{i}" for i in range(n)]
 
 
-def _adapter(body: dict[str, Any], session: Session | None, names: list[str]) -> str | None:
-    """A session decides the adapter; elsewhere the model name does: the first is the adapter, the others the base."""
-    if session is not None:
-        return None
-    name = body.get("model")
-    if name is None or name == names[0]:
-        return DEFAULT_ADAPTER
-    if name not in names:
-        raise RequestError(
-            f"the model {name!r} does not exist; served are {', '.join(names)}", "model", "model_not_found", 404
-        )
-    return BASE
+def _adapter(body: dict[str, Any], session: Session | None, models: Mapping[str, str]) -> str:
+    """The adapter of the model that is asked for. Inside a session any model name will do, as agents bring their own; ``role`` and
+    ``model:role`` mean the adapter of that role."""
+    name = body.get("model") or next(iter(models))
+    if session is None:
+        if name not in models:
+            raise RequestError(
+                f"the model {name!r} does not exist; served are {', '.join(models)}", "model", "model_not_found", 404
+            )
+        return models[name]
+    role = str(name).removeprefix(f"{next(iter(models))}:")
+    try:
+        return session.adapter_of(role if role in session.roles else None)
+    except LookupError as error:
+        raise RequestError(str(error.args[0]), "model", "model_not_found", 404) from error
 
 
 def _reply(

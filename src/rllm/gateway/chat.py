@@ -67,7 +67,7 @@ class ChatModel:
             )
         order = session.next_order() if session else 0
         sampling = self._sampling(params, prompt_ids, session, trajectory)
-        name = adapter or (session.adapter if session else DEFAULT_ADAPTER)
+        name = adapter or (session.adapter_of(None) if session else DEFAULT_ADAPTER)
         completion = await self.backend.sample(prompt_ids, sampling, name)
         text = self.backend.tokenizer.decode(completion.ids, skip_special_tokens=True)
         output = ModelOutput(
@@ -80,6 +80,7 @@ class ChatModel:
             versions=completion.versions,
             finish_reason=completion.finish_reason,
             temperature=sampling.temperature,
+            adapter=name,
         )
         if session is not None:
             session.record(Call(output, messages or [], trajectory, order))
@@ -185,15 +186,15 @@ class SessionEngine:
         self._model, self.session = model, session
 
     async def get_model_response(self, messages: list[Message], **sampling: Any) -> ModelOutput:
-        """One answer. Keywords: max_tokens, temperature, top_p, top_k, seed, stop, trajectory (a uid the call belongs to).
+        """One answer. Keywords: max_tokens, temperature, top_p, top_k, seed, stop, trajectory (a uid the call belongs to), role
+        (whose adapter answers, where ``lora.per_role`` gives it one).
 
         A prompt that is too long ends the episode by `TerminationEvent`, so what the workflow committed is kept.
         """
-        trajectory = sampling.pop("trajectory", None)
+        trajectory, role = sampling.pop("trajectory", None), sampling.pop("role", None)
         try:
-            return await self._model.chat(
-                plain_messages(messages), sampling_keywords(sampling), self.session, trajectory
-            )
+            params, adapter = sampling_keywords(sampling), self.session.adapter_of(role)
+            return await self._model.chat(plain_messages(messages), params, self.session, trajectory, adapter=adapter)
         except RequestError as error:
             if error.code == TOO_LONG:
                 raise TerminationEvent(TerminationReason.MAX_PROMPT_LENGTH_EXCEEDED) from error

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rllm.algorithms.spec import DEFAULT_ADAPTER
+from rllm.algorithms.spec import DEFAULT_ADAPTER, INITIAL_ADAPTER, initial_of
 from rllm.types import Message, ModelOutput
 
 
@@ -29,17 +29,35 @@ class Call:
 
 @dataclass
 class Session:
-    """One episode's window to the model. Safe to use from several threads."""
+    """One episode's window to the model. Safe to use from several threads.
+
+    `roles` have an adapter each; empty: all share one. `adapter` then says which stage of them: as trained, or initial;
+    any other name means that one adapter (or the base) for every call.
+    """
 
     uid: str
     seed: int = 0
     is_validation: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)
     adapter: str = DEFAULT_ADAPTER
+    roles: frozenset[str] = frozenset()
     _calls: dict[str, Call] = field(default_factory=dict)
     _asked: Counter[bytes] = field(default_factory=Counter)
     _orders: Iterator[int] = field(default_factory=itertools.count)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def adapter_of(self, role: str | None) -> str:
+        """Name of the adapter that calls of `role` are sampled with. `LookupError` where none is meant for it."""
+        if self.adapter not in (DEFAULT_ADAPTER, INITIAL_ADAPTER):
+            return self.adapter
+        name = role if role in self.roles else DEFAULT_ADAPTER
+        if self.roles and name not in self.roles:
+            what = f"the role {role!r}" if role else "a call that names no role"
+            raise LookupError(
+                f"there is no adapter for {what}: lora.per_role has {', '.join(sorted(self.roles))}; call with "
+                "model=config.model_for(role), or add an adapter for all other roles: lora.per_role.default={}"
+            )
+        return initial_of(name) if self.adapter == INITIAL_ADAPTER else name
 
     def next_order(self) -> int:
         """The place of a call that begins now."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from rllm.backends.base import DEFAULT_ADAPTER, Backend
@@ -31,11 +31,15 @@ class Gateway:
         port: int = 0,
         max_prompt_length: int | None = None,
         default_max_tokens: int = 512,
-        model_names: list[str] | None = None,
+        models: Mapping[str, str] | None = None,
+        roles: Sequence[str] = (),
     ):
+        """`models`: what may be asked for outside of sessions, each with its adapter; the first answers where none is named.
+        `roles` have an adapter of their own."""
         self.host, self.port = host, port
         self.model = ChatModel(backend, max_prompt_length, default_max_tokens)
-        self.model_names = model_names or [backend.model_name]
+        self.models = dict(models or {backend.model_name: DEFAULT_ADAPTER})
+        self.roles = tuple(roles)
         self._sessions: dict[str, Session] = {}
         self._server: Any = None
         self._thread: threading.Thread | None = None
@@ -48,7 +52,7 @@ class Gateway:
 
         listener = bind(self.host, self.port)
         self.port = listener.getsockname()[1]
-        app = create_app(self.model, self._sessions.get, self.model_names)
+        app = create_app(self.model, self._sessions.get, self.models)
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=3600, backlog=2048
         )
@@ -93,7 +97,7 @@ class Gateway:
         adapter: str = DEFAULT_ADAPTER,
     ) -> Session:
         """Begin recording under `uid` (which becomes part of a URL: letters, digits, ``.``, ``_``, ``-``)."""
-        session = Session(uid, seed, is_validation, dict(sampling or {}), adapter)
+        session = Session(uid, seed, is_validation, dict(sampling or {}), adapter, frozenset(self.roles))
         self._sessions[uid] = session
         return session
 
@@ -105,11 +109,12 @@ class Gateway:
         """What a flow is told about its session."""
         return AgentConfig(
             base_url=f"{self.url}/s/{session.uid}/v1",
-            model=self.model_names[0],
+            model=next(iter(self.models)),
             session_uid=session.uid,
             metadata=dict(metadata or {}),
             is_validation=session.is_validation,
             sampling_params=dict(session.sampling),
+            roles=self.roles,
         )
 
 

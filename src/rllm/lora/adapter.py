@@ -6,10 +6,12 @@ Knows shapes and names; nothing of files, losses or optimizers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+
+from rllm.lora.match import by_pattern
 
 Pair = tuple[Tensor, Tensor]
 
@@ -19,10 +21,13 @@ Layout = Mapping[tuple[int, str], Sequence[tuple[str, int]]]
 
 
 class LowRankPairs:
-    """Stacked (A, B) per (layer, block), ready for the decoder. What the sampler holds after a publish."""
+    """Stacked (A, B) per (layer, block), ready for the decoder. What the sampler holds after a publish.
 
-    def __init__(self, pairs: dict[tuple[int, str], Pair]):
-        self._pairs = pairs
+    `dropout`, in training only, is applied to the inputs of A.
+    """
+
+    def __init__(self, pairs: dict[tuple[int, str], Pair], dropout: Callable[[Tensor], Tensor] | None = None):
+        self._pairs, self.dropout = pairs, dropout
 
     def pair(self, layer: int, block: str) -> Pair | None:
         return self._pairs.get((layer, block))
@@ -31,12 +36,22 @@ class LowRankPairs:
     def nbytes(self) -> int:
         return sum(a.nbytes + b.nbytes for a, b in self._pairs.values())
 
+    def equals(self, other: LowRankPairs) -> bool:
+        """Whether both hold the same numbers, bit for bit."""
+        return self._pairs.keys() == other._pairs.keys() and all(
+            torch.equal(mine, theirs)
+            for key in self._pairs
+            for mine, theirs in zip(self._pairs[key], other._pairs[key], strict=True)
+        )
+
 
 class LoraAdapter(nn.Module):
     """``W + scale * B A`` for every module in `modules` (Hu et al. 2021, sec. 4.1), kept in float32.
 
     A [rank, in] starts Kaiming-uniform with a = sqrt(5), as PEFT does, from its own seeded generator; B [out, rank] starts at 0, so a
-    fresh adapter changes nothing. ``scale = alpha / rank``.
+    fresh adapter changes nothing. ``scale = alpha / rank``, or ``alpha / sqrt(rank)`` with `rslora` (Kalajdzievski 2023).
+    `rank_pattern` and `alpha_pattern` give some modules a rank or alpha of their own. `dropout` is the share of inputs dropped in
+    training; the matrices that share an input share the mask.
     """
 
     def __init__(
@@ -49,21 +64,29 @@ class LoraAdapter(nn.Module):
         alpha: float,
         seed: int,
         device: torch.device | str = "cpu",
+        rank_pattern: Mapping[str, int] | None = None,
+        alpha_pattern: Mapping[str, float] | None = None,
+        rslora: bool = False,
+        dropout: float = 0.0,
     ):
         super().__init__()
-        self.rank, self.alpha, self.modules_adapted = rank, alpha, list(modules)
+        self.rank, self.alpha, self.rslora, self.modules_adapted = rank, alpha, rslora, list(modules)
+        self.dropout = dropout
         chosen = set(modules)
         self.layout = {key: parts for key, parts in layout.items() if any(name in chosen for name, _ in parts)}
         generator = torch.Generator().manual_seed(seed)
+        self._dropout_generator = torch.Generator(device).manual_seed(seed)
         self.a = nn.ParameterDict()
         self.b = nn.ParameterDict()
+        self.scales: dict[str, float] = {}
         for name in modules:
             inputs, outputs = shapes[name]
+            own = by_pattern(rank_pattern or {}, name, rank)
             bound = 1.0 / math.sqrt(inputs)  # kaiming_uniform_(a=sqrt(5)) over fan_in
-            a = (torch.rand(rank, inputs, generator=generator) * 2.0 - 1.0) * bound
+            a = (torch.rand(own, inputs, generator=generator) * 2.0 - 1.0) * bound
             self.a[_key(name)] = nn.Parameter(a.to(device))
-            self.b[_key(name)] = nn.Parameter(torch.zeros(outputs, rank, device=device))
-        self.scales = {name: alpha / rank for name in modules}
+            self.b[_key(name)] = nn.Parameter(torch.zeros(outputs, own, device=device))
+            self.scales[name] = by_pattern(alpha_pattern or {}, name, alpha) / (math.sqrt(own) if rslora else own)
 
     def matrices(self, name: str) -> Pair:
         """(A [rank, in], B [out, rank]) of one module, unscaled."""
@@ -76,9 +99,15 @@ class LoraAdapter(nn.Module):
         self.b[_key(name)] = nn.Parameter(b.float().to(device))
         self.scales[name] = scale
 
-    def pairs(self, dtype: torch.dtype) -> LowRankPairs:
-        """Stacked pairs in `dtype`; gradients flow back to the float32 matrices."""
-        return LowRankPairs({key: self._stack(parts, dtype) for key, parts in self.layout.items()})
+    def alpha_of(self, name: str) -> float:
+        """The alpha that gives this module its scale."""
+        rank = self.a[_key(name)].shape[0]
+        return self.scales[name] * (math.sqrt(rank) if self.rslora else rank)
+
+    def pairs(self, dtype: torch.dtype, training: bool = False) -> LowRankPairs:
+        """Stacked pairs in `dtype`; gradients flow back to the float32 matrices. `training` True drops inputs, if any are to be."""
+        pairs = {key: self._stack(parts, dtype) for key, parts in self.layout.items()}
+        return LowRankPairs(pairs, self._drop if training and self.dropout else None)
 
     @torch.no_grad()
     def snapshot(self, dtype: torch.dtype) -> LowRankPairs:
@@ -99,6 +128,11 @@ class LoraAdapter(nn.Module):
             for name, rows in parts
         ]
         return a.to(dtype), torch.block_diag(*blocks).to(dtype)
+
+    def _drop(self, x: Tensor) -> Tensor:
+        """Inverted dropout from the adapter's own generator, so that a run can be repeated."""
+        kept = torch.rand(x.shape, generator=self._dropout_generator, device=x.device) >= self.dropout
+        return x * kept.to(x.dtype).mul_(1.0 / (1.0 - self.dropout))
 
     def parameter_count(self) -> int:
         """``sum over modules of rank * (in + out)``."""

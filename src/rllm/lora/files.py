@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rllm.config.schema import Config
+from rllm.algorithms.spec import DEFAULT_ADAPTER
+from rllm.config.schema import Config, LoraConfig, LoraSettings
 from rllm.errors import ModelError
 from rllm.lora.adapter import LoraAdapter
+from rllm.lora.match import by_pattern, match_modules
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -46,9 +47,9 @@ _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def write_adapter(
-    adapter: LoraAdapter, folder: Path, *, base: str, target: str | list[str], exclude: str | list[str] | None
+    adapter: LoraAdapter, folder: Path, *, base: str, settings: LoraSettings, names: Sequence[str]
 ) -> None:
-    """Write `adapter` as a PEFT folder. Refuses values that are not finite. The adapter appears complete or not at all; other files
+    """Write `adapter` as a PEFT folder; `settings` are those it was made by, `names` all linear layers of the model. Refuses values that are not finite. The adapter appears complete or not at all; other files
     that `folder` may hold stay."""
     tensors: dict[str, Tensor] = {}
     for name in adapter.modules_adapted:
@@ -63,17 +64,16 @@ def write_adapter(
         "base_model_name_or_path": base,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
-        "target_modules": target if isinstance(target, str) else list(target),
-        "exclude_modules": exclude,
+        **_targets(adapter, settings, names),
         "rank_pattern": {name: rank for name, rank in ranks.items() if rank != adapter.rank},
         "alpha_pattern": {
-            name: adapter.scales[name] * ranks[name]
+            name: adapter.alpha_of(name)
             for name in adapter.modules_adapted
-            if abs(adapter.scales[name] * ranks[name] - adapter.alpha) > 1e-9
+            if abs(adapter.alpha_of(name) - adapter.alpha) > 1e-9
         },
-        "lora_dropout": 0.0,
+        "lora_dropout": adapter.dropout,
         "bias": "none",
-        "use_rslora": False,
+        "use_rslora": adapter.rslora,
         "use_dora": False,
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -96,6 +96,14 @@ def write_adapter(
     for name in (WEIGHTS, CONFIG):
         (staging / name).replace(folder / name)
     staging.rmdir()
+
+
+def _targets(adapter: LoraAdapter, settings: LoraSettings, names: Sequence[str]) -> dict[str, Any]:
+    """The targets as the user gave them where PEFT reads them as we did; else the adapted modules by name."""
+    target, exclude = settings.target_modules, settings.exclude_modules
+    if match_modules(names, target, exclude) != adapter.modules_adapted:
+        target, exclude = list(adapter.modules_adapted), None
+    return {"target_modules": target, "exclude_modules": exclude}
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[Tensor, Tensor, float]]]:
@@ -180,15 +188,8 @@ def load_into(adapter: LoraAdapter, folder: Path, matrices: Mapping[str, tuple[T
 
 
 def _scale(config: Mapping[str, Any], name: str, rank: int) -> float:
-    """alpha / rank; the keys of alpha_pattern are regular expressions for the end of a dotted name and the first match counts."""
-    alpha = next(
-        (
-            value
-            for pattern, value in (config.get("alpha_pattern") or {}).items()
-            if re.match(rf"(.*\.)?({pattern})$", name)
-        ),
-        config["lora_alpha"],
-    )
+    """alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
+    alpha = by_pattern(config.get("alpha_pattern") or {}, name, config["lora_alpha"])
     return alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
 
@@ -207,16 +208,31 @@ def verify_with_peft(folder: Path, base: Path, ids: Tensor, expected: Tensor) ->
     return float((logits - expected.cpu()).abs().max())
 
 
+def adapter_folders(path: Path) -> dict[str, Path]:
+    """The adapters of `path` by name: the folder itself (``default``), or one subfolder for each role."""
+    if (path / CONFIG).is_file():
+        return {DEFAULT_ADAPTER: path}
+    found = {file.parent.name: file.parent for file in sorted(path.glob(f"*/{CONFIG}"))}
+    if not found:
+        raise ModelError(f"lora.adapter_path: {path} has no {CONFIG}; give a folder that PEFT or rllm saved")
+    return found
+
+
 def match_config_to_adapter(config: Config) -> Config:
-    """A copy of `config` whose rank, alpha and targets are those of the folder ``lora.adapter_path``, for using it as it is."""
+    """A copy of `config` whose ranks, alphas, targets and roles are those of the folder ``lora.adapter_path``, for using it as it is."""
     assert config.lora.adapter_path is not None
-    saved, matrices = read_adapter(Path(config.lora.adapter_path))
-    lora = config.lora.model_copy(
-        update={
-            "rank": saved["r"],
-            "alpha": saved["lora_alpha"],
-            "target_modules": sorted(matrices),
-            "exclude_modules": None,
-        }
-    )
-    return config.model_copy(update={"lora": lora})
+    folders = adapter_folders(Path(config.lora.adapter_path))
+    settings = {name: _settings_of(folder) for name, folder in folders.items()}
+    lora = settings.pop(DEFAULT_ADAPTER) if list(settings) == [DEFAULT_ADAPTER] else {"per_role": settings}
+    return config.model_copy(update={"lora": LoraConfig.model_validate(lora)})
+
+
+def _settings_of(folder: Path) -> dict[str, Any]:
+    saved, matrices = read_adapter(folder)
+    return {
+        "rank": saved["r"],
+        "alpha": saved["lora_alpha"],
+        "target_modules": sorted(matrices),
+        "use_rslora": bool(saved.get("use_rslora")),
+        "adapter_path": str(folder),
+    }

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
+from rllm.config.schema import LoraSettings
 from rllm.errors import ConfigError
+
+T = TypeVar("T")
 
 ALL_LINEAR = "all-linear"
 OUTPUT_HEAD = "lm_head"
@@ -50,6 +54,36 @@ def match_modules(
     return left
 
 
+def adapted_modules(names: Sequence[str], settings: LoraSettings) -> list[str]:
+    """The names that the settings of one adapter choose: targets less excludes, then the three ``train_`` switches (Tinker's way of
+    saying it: attention, MLP, output head). A pattern for ranks or alphas that fits none of them is an error."""
+    chosen = match_modules(names, settings.target_modules, settings.exclude_modules)
+    off = [part for part, on in ((".self_attn.", settings.train_attn), (".mlp.", settings.train_mlp)) if not on]
+    chosen = [name for name in chosen if not any(part in f".{name}." for part in off)]
+    if settings.train_unembed and OUTPUT_HEAD in names and OUTPUT_HEAD not in chosen:
+        chosen.append(OUTPUT_HEAD)
+    if not chosen:
+        raise ConfigError(
+            f"lora.target_modules={settings.target_modules!r} with train_attn={settings.train_attn}, train_mlp={settings.train_mlp}, "
+            f"train_unembed={settings.train_unembed} leaves no module to train"
+        )
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(settings, key):
+            if not any(pattern_matches(pattern, name) for name in chosen):
+                raise ConfigError(_nothing_matches(pattern, chosen, "that is adapted", key))
+    return chosen
+
+
+def pattern_matches(pattern: str, name: str) -> bool:
+    """Whether a key of ``rank_pattern`` or ``alpha_pattern`` names this module: a regular expression for the end of its dotted name."""
+    return re.match(rf"(.*\.)?({pattern})$", name) is not None
+
+
+def by_pattern(patterns: Mapping[str, T], name: str, default: T) -> T:
+    """The value of the first pattern that names the module, else `default`."""
+    return next((value for pattern, value in patterns.items() if pattern_matches(pattern, name)), default)
+
+
 def is_excluded(name: str, exclude: str | Sequence[str] | None) -> bool:
     """Whether `exclude` (full-match regex, or list of names and suffixes) names this module."""
     if not exclude:
@@ -83,8 +117,9 @@ def _compile(pattern: str, key: str) -> re.Pattern[str]:
         raise ConfigError(f"lora.{key}: {pattern!r} is no valid regular expression ({error})") from error
 
 
-def _nothing_matches(entry: str, names: Sequence[str], how: str) -> str:
+def _nothing_matches(entry: str, names: Sequence[str], how: str, key: str = "target_modules") -> str:
     leaves = leaf_names(names)
     near = difflib.get_close_matches(entry, leaves, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
-    return f"lora.target_modules: {entry!r} matches no module {how}{hint} The model has {', '.join(leaves)}"
+    whose = "The model has" if key == "target_modules" else "The adapter has"
+    return f"lora.{key}: {entry!r} matches no module {how}{hint} {whose} {', '.join(leaves)}"

@@ -45,6 +45,8 @@ def enrich(episode: Episode, session: Session) -> None:
         )
     for trajectory in untagged:
         _take(trajectory, left, claimed)
+    for trajectory in episode.trajectories:
+        _check_adapters(trajectory, session)
     if len(claimed) < len(calls):
         episode.metadata["unclaimed_calls"] = len(calls) - len(claimed)
 
@@ -58,6 +60,23 @@ def _check_used_the_model(episode: Episode, calls: Mapping[str, Call], is_valida
             "the flow ended without one recorded model call: call the model through config.base_url (a workflow: through "
             "self.rollout_engine)"
         )
+
+
+def _check_adapters(trajectory: Trajectory, session: Session) -> None:
+    """With an adapter per role, what a role is trained on must have been sampled with its own."""
+    if not session.roles:
+        return
+    try:
+        expected = session.adapter_of(trajectory.role)
+    except LookupError as error:
+        raise AttributionError(str(error.args[0])) from error
+    for step in trajectory.steps:
+        if step.response_ids and step.adapter != expected:
+            raise AttributionError(
+                f"trajectory {trajectory.name!r} has a step that was sampled with the adapter {step.adapter!r}, its role has "
+                f"{expected!r} (lora.per_role): make the calls of this role with model=config.model_for({trajectory.role!r}), "
+                f"in a workflow with get_model_response(..., role={trajectory.role!r})"
+            )
 
 
 def _unclaimed(calls: Mapping[str, Call], claimed: set[str]) -> list[Call]:

@@ -55,11 +55,14 @@ class ConsoleTracker:
     def start(self, facts: Mapping[str, Any], total_steps: int) -> None:
         self.total = total_steps
         share = 100 * facts["trainable"] / max(facts["parameters"], 1)
-        targets = ", ".join(f"{kind} x{count}" for kind, count in (facts.get("targets") or {}).items())
+        formula = " = sum of rank x (in + out)" if facts.get("adapters") else ""
         rows = {
             "model": f"{facts['model']}, {facts['parameters']:,} parameters, {facts['dtype']} on {facts['device']}",
-            "method": facts["method"] + (f" on {targets}" if targets else ""),
-            "trained": f"{facts['trainable']:,} parameters ({share:.2f} %)",
+            "base": f"fingerprint {facts.get('base_fingerprint', '?')}",
+            "method": facts["method"],
+            "trained": f"{facts['trainable']:,} parameters ({share:.2f} %){formula}",
+            "dtypes": facts.get("dtypes", facts["dtype"]),
+            "memory": ", ".join(f"{part} {_bytes(size)}" for part, size in facts.get("memory_bytes", {}).items()),
             "steps": f"{total_steps} of {self.config.data.train_batch_size} tasks x {self.config.rollout.n} episodes",
             "folder": str(self.folder.path),
         }
@@ -137,6 +140,14 @@ class ConsoleTracker:
         )
         for line in lines:
             self.console.print(line, soft_wrap=True, markup=False)
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.1f} GB"
 
 
 def _program(name: str) -> str:

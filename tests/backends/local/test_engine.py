@@ -328,7 +328,7 @@ def test_a_failing_step_fails_its_requests_and_the_engine_goes_on(make, engine_o
     engine = engine_of(decoder)
     (prompt,) = prompts([4])
     good = decoder.logits
-    monkeypatch.setattr(decoder, "logits", lambda hidden: (_ for _ in ()).throw(MemoryError("no room")))
+    monkeypatch.setattr(decoder, "logits", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
     with pytest.raises(MemoryError, match="no room"):
         engine.submit(prompt, GREEDY).result(60)
     monkeypatch.setattr(decoder, "logits", good)

@@ -5,9 +5,9 @@ Puts the parts together behind the `Backend` contract; the work is in model, eng
 
 from __future__ import annotations
 
+import copy
 import importlib
-import logging
-import shutil
+import json
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -20,34 +20,34 @@ from safetensors.torch import save_file
 
 from rllm.backends.base import (
     DEFAULT_ADAPTER,
-    INITIAL_ADAPTER,
     AdamParams,
     Completion,
     Datum,
     LossSpec,
+    Probe,
     SamplingParams,
+    initial_of,
 )
+from rllm.backends.local.adapters import SaveContext, create_adapters, save_adapter
 from rllm.backends.local.engine import Engine
+from rllm.backends.local.facts import describe
 from rllm.backends.local.learner import Learner
 from rllm.backends.local.loading import (
-    TOKENIZER_FILES,
     end_of_turn_ids,
     load_decoder,
     load_tokenizer,
     resolve_model,
     save_decoder,
 )
-from rllm.backends.local.model import Decoder, LowRank, PackedCausal
-from rllm.config.schema import Config, LoraConfig
+from rllm.backends.local.model import Decoder
+from rllm.config.schema import Config
 from rllm.errors import ConfigError, ModelError
-from rllm.lora.adapter import LoraAdapter
-from rllm.lora.files import check_written, load_into, read_adapter, verify_with_peft, write_adapter
-from rllm.lora.match import OUTPUT_HEAD, leaf_names, match_modules, unmatched_excludes
+from rllm.lora.adapter import LoraAdapter, LowRankPairs
 
-logger = logging.getLogger(__name__)
-# Loading a second copy of the base to check a saved adapter is worth it up to here; above, the file itself is read back.
-VERIFY_MAX_PARAMETERS = 500_000_000
-VERIFY_TOLERANCE = 1e-4
+# What is sampled after every publish, and by how much sampler and trainer may then differ. Measured differences: bench/RESULTS.md.
+PROBE_TEXTS = ("The sum of 17 and 25 is", "One of the solutions is right:")
+PROBE_TOKENS = 8
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 SWITCH_INTERVAL_S = 0.0005
 STATE = "state.safetensors"
 ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
@@ -61,7 +61,10 @@ class LocalBackend:
         self.adapters = adapters
         self.model_name = config.model.path
         self.max_model_len = max_model_len(config, model)
-        self.learner = Learner(model, adapters)
+        self._initial = {initial_of(name): adapter.snapshot(model.dtype) for name, adapter in adapters.items()}
+        # Full fine-tuning overwrites the reference policy, so a copy is kept where one is asked for.
+        start = copy.deepcopy(model) if config.algorithm.kl_beta and not adapters else None
+        self.learner = Learner(model, adapters, frozen=self._initial, start=start)
         self.policy_version = 0
         self.engine = Engine(
             model,
@@ -71,7 +74,6 @@ class LocalBackend:
             seed=config.trainer.seed,
             decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         )
-        self._initial = self._snapshots({INITIAL_ADAPTER: adapters[DEFAULT_ADAPTER]} if adapters else {})
         self._publish_to_engine()
         # The sampler's thread lets go of the interpreter lock at every operation; with the usual 5 ms switch interval each gateway
         # request would hold it up for that long.
@@ -91,10 +93,7 @@ class LocalBackend:
             raise ModelError(
                 f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, the model {model.config.vocab_size}"
             )
-        adapters = (
-            {DEFAULT_ADAPTER: create_adapter(model, config.lora, config.trainer.seed)} if config.lora.rank else {}
-        )
-        return cls(config, folder, model, tokenizer, adapters)
+        return cls(config, folder, model, tokenizer, create_adapters(model, config.lora, config.trainer.seed))
 
     async def sample(
         self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str = DEFAULT_ADAPTER
@@ -104,8 +103,10 @@ class LocalBackend:
     def forward_backward(self, data: Sequence[Datum], loss: LossSpec) -> dict[str, float]:
         return self.learner.forward_backward(data, loss)
 
-    def logprobs(self, data: Sequence[Datum], adapter: str | None = None) -> list[list[float]]:
-        return self.learner.logprobs(data, adapter)
+    def logprobs(
+        self, data: Sequence[Datum], adapter: str | None = None, trained_only: bool = False
+    ) -> list[list[float]]:
+        return self.learner.logprobs(data, adapter, trained_only)
 
     def optim_step(self, params: AdamParams) -> dict[str, float]:
         return self.learner.optim_step(params)
@@ -115,34 +116,62 @@ class LocalBackend:
         self._publish_to_engine()
         return self.policy_version
 
-    def describe(self) -> dict[str, Any]:
-        total = sum(parameter.numel() for parameter in self.model.parameters())
-        trained = sum(parameter.numel() for parameter in self.learner.trainable())
-        lora = self.config.lora
-        facts: dict[str, Any] = {
-            "model": self.model_name,
-            "device": str(self.model.device),
-            "dtype": str(self.model.dtype).removeprefix("torch."),
-            "parameters": total,
-            "trainable": trained,
-            "method": f"LoRA rank {lora.rank}, alpha {lora.alpha:g}" if self.adapters else "full fine-tuning",
-        }
-        for adapter in self.adapters.values():
-            kinds = [name.rpartition(".")[2] for name in adapter.modules_adapted]
-            facts["targets"] = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
-        return facts
+    def probe(self) -> Probe:
+        """Both prompts under every adapter at once, so the sampler's mixed batch is what is tested; a few ms of decoding."""
+        names = list(self.adapters) or [DEFAULT_ADAPTER]
+        longest = max(1, self.max_model_len - PROBE_TOKENS)
+        prompts = [self.tokenizer(text, add_special_tokens=False)["input_ids"][:longest] or [0] for text in PROBE_TEXTS]
+        params = SamplingParams(max_tokens=PROBE_TOKENS, temperature=1.0, seed=0)
+        asked = [(name, ids, self.engine.submit(ids, params, name)) for name in names for ids in prompts]
+        rows: list[Datum] = []
+        versions: set[int] = set()
+        for name, prompt, future in asked:
+            answer = future.result()
+            versions.update(answer.versions)
+            row = Datum([*prompt, *answer.ids], [0] * len(prompt) + [1] * len(answer.ids), adapter=name)
+            row.logprobs = [0.0] * len(prompt) + answer.logprobs
+            rows.append(row)
+        gaps = [
+            abs(sampled - trained)
+            for row, values in zip(rows, self.learner.logprobs(rows, trained_only=True), strict=True)
+            for sampled, trained, m in zip(row.logprobs, values, row.mask, strict=True)
+            if m
+        ]
+        return Probe(
+            sampler_version=next((v for v in versions if v != self.policy_version), self.policy_version),
+            trainer_version=self.policy_version,
+            gap_max=max(gaps),
+            gap_mean=sum(gaps) / len(gaps),
+            same_weights=self._sampler_holds_the_adapters(),
+            tolerance=self.config.trainer.publish_tolerance or PROBE_TOLERANCE[self.model.dtype],
+        )
 
-    def export_adapter(self, path: Path) -> Path:
-        """A PEFT folder with tokenizer and model card, or the full model. Checked before this returns."""
+    def _sampler_holds_the_adapters(self) -> bool:
+        def same(name: str, adapter: LoraAdapter) -> bool:
+            held = self.engine.adapters.get(name)
+            return isinstance(held, LowRankPairs) and held.equals(adapter.snapshot(self.model.dtype))
+
+        return all(same(name, adapter) for name, adapter in self.adapters.items())
+
+    def describe(self) -> dict[str, Any]:
+        return describe(self.config, self.model, self.learner, self.engine)
+
+    def export_adapter(self, path: Path, facts: Mapping[str, Any] | None = None) -> dict[str, Path]:
+        """A PEFT folder with tokenizer and model card, one in a subfolder for each role, or the full model. Checked before this
+        returns."""
         if not self.adapters:
             if not all(bool(torch.isfinite(tensor).all()) for _, tensor in self.model.hf_tensors()):
                 raise ModelError("model not saved: it holds weights that are not finite")
             save_decoder(self.model, self.folder, path)
-            return path
-        adapter, lora = self.adapters[DEFAULT_ADAPTER], self.config.lora
-        gap = save_adapter(self.model, adapter, self.folder, path, model_name=self.model_name, lora=lora)
-        (path / "README.md").write_text(_model_card(self, adapter, gap))
-        return path
+            return {"model": path}
+        context = SaveContext(
+            self.model, self.folder, self.model_name, {"policy version": self.policy_version, **(facts or {})}
+        )
+        shared = list(self.adapters) == [DEFAULT_ADAPTER]
+        folders = {name: path if shared else path / name for name in self.adapters}
+        for name, settings in self.config.lora.adapters().items():
+            save_adapter(self.adapters[name], folders[name], settings, context)
+        return folders
 
     def save_state(self, path: Path) -> None:
         """Weights in training, optimizer moments and the policy version, in one safetensors file that appears complete or not at all."""
@@ -154,17 +183,24 @@ class LocalBackend:
             tensors[f"{i}.value"] = parameter.detach().cpu().contiguous()
             tensors |= {f"{i}.{name}": value.detach().cpu().contiguous() for name, value in state.items()}
         partial = path / (STATE + ".partial")
-        save_file(tensors, partial, metadata={"policy_version": str(self.policy_version)})
+        metadata = {"policy_version": str(self.policy_version), "trained": json.dumps(self._trained())}
+        save_file(tensors, partial, metadata=metadata)
         partial.replace(path / STATE)
 
     def load_state(self, path: Path) -> None:
         """The exact inverse of `save_state` on a backend made with the same config. A file that does not fit changes nothing."""
         try:
             with safe_open(path / STATE, framework="pt") as file:
-                version = int(file.metadata()["policy_version"])
+                version, trained = int(file.metadata()["policy_version"]), json.loads(file.metadata()["trained"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
         except Exception as error:  # the reader raises many kinds
             raise ModelError(f"{path / STATE} cannot be read: {error}") from error
+        for name, now in self._trained().items():
+            if trained.get(name) != now:
+                raise ModelError(
+                    f"{path}: saved with {name}={trained.get(name)}, this config has {now}; a state goes on only as it was begun "
+                    "(lora.adapter_path starts anew from saved weights)"
+                )
         parameters = self.learner.trainable()
         values = [tensors.pop(f"{i}.value", None) for i in range(len(parameters))]
         states = [
@@ -172,7 +208,7 @@ class LocalBackend:
             for i in range(len(parameters))
         ]
         if tensors or any(v is None or v.shape != p.shape for v, p in zip(values, parameters, strict=True)):
-            raise ModelError(f"{path}: saved with another model, LoRA rank or targets than this config has")
+            raise ModelError(f"{path}: the tensors are not those of this model and its adapters")
         with torch.no_grad():
             for parameter, value in zip(parameters, values, strict=True):
                 assert value is not None
@@ -186,82 +222,20 @@ class LocalBackend:
     def close(self) -> None:
         self.engine.close()
 
+    def _trained(self) -> dict[str, Any]:
+        """What must be the same for a saved state to fit."""
+        adapters = self.adapters.items()
+        return {
+            "model.path": self.model_name,
+            "lora.per_role": sorted(self.adapters),
+            "lora.rank": {name: adapter.rank for name, adapter in adapters},
+            "lora.target_modules": {name: sorted(adapter.modules_adapted) for name, adapter in adapters},
+        }
+
     def _publish_to_engine(self) -> None:
         # Full fine-tuning trains the sampled tensors themselves: publishing only counts the version.
-        adapters = {**self._initial, **self._snapshots(self.adapters)}
-        self.engine.publish(adapters or {DEFAULT_ADAPTER: None}, self.policy_version)
-
-    def _snapshots(self, adapters: Mapping[str, LoraAdapter]) -> dict[str, LowRank | None]:
-        return {name: adapter.snapshot(self.model.dtype) for name, adapter in adapters.items()}
-
-
-@torch.no_grad()
-def save_adapter(
-    model: Decoder, adapter: LoraAdapter, folder: Path, path: Path, *, model_name: str, lora: LoraConfig
-) -> float | None:
-    """Write `adapter` of the model in `folder` to `path` as a PEFT folder with tokenizer files, and check it by reloading.
-
-    Returns the largest difference between the logits here and those of PEFT; None where the model is too large to load twice or not
-    in float32, and the file was only read back and compared.
-    """
-    write_adapter(
-        adapter,
-        path,
-        base=str(folder) if model_name == "default" else model_name,
-        target=lora.target_modules,
-        exclude=lora.exclude_modules,
-    )
-    for name in TOKENIZER_FILES:
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, path / name)
-    check_written(adapter, path)
-    small = sum(p.numel() for p in model.parameters()) <= VERIFY_MAX_PARAMETERS
-    if not small or model.dtype != torch.float32:
-        return None
-    ids = torch.arange(min(32, model.config.vocab_size), device=model.device)
-    attend = PackedCausal([len(ids)], model.device)
-    logits = model.logits(model(ids, attend.positions, attend, adapter.pairs(model.dtype)))
-    gap = verify_with_peft(path, folder, ids.unsqueeze(0), logits)
-    if not gap <= VERIFY_TOLERANCE:
-        raise ModelError(
-            f"the adapter saved to {path} gives other logits when PEFT loads it: largest difference {gap:.2e}, "
-            f"allowed {VERIFY_TOLERANCE:.0e}; do not use it"
-        )
-    return gap
-
-
-def create_adapter(model: Decoder, lora: LoraConfig, seed: int) -> LoraAdapter:
-    """The adapter that `lora` asks for, from ``lora.adapter_path`` if given, else fresh."""
-    shapes = model.linear_shapes()
-    modules = match_modules(list(shapes), lora.target_modules, lora.exclude_modules)
-    if OUTPUT_HEAD in modules:
-        raise ConfigError(
-            f"lora.target_modules: {OUTPUT_HEAD} cannot have an adapter on the local backend; leave it out "
-            "(all-linear does)"
-        )
-    for entry in unmatched_excludes(list(shapes), lora.exclude_modules):
-        logger.warning(
-            "lora.exclude_modules: %r matches no module; the model has %s", entry, ", ".join(leaf_names(shapes))
-        )
-    adapter = LoraAdapter(
-        shapes,
-        modules,
-        model.block_layout(),
-        rank=lora.rank,
-        alpha=lora.alpha,
-        seed=seed,
-        device=model.device,
-    )
-    if lora.adapter_path:
-        folder = Path(lora.adapter_path)
-        saved, matrices = read_adapter(folder)
-        load_into(adapter, folder, matrices)
-        if saved["r"] != lora.rank or saved["lora_alpha"] != lora.alpha:
-            logger.warning(
-                "lora.adapter_path: rank %s and alpha %s are taken from %s", saved["r"], saved["lora_alpha"], folder
-            )
-            adapter.rank, adapter.alpha = saved["r"], saved["lora_alpha"]
-    return adapter
+        newest = {name: adapter.snapshot(self.model.dtype) for name, adapter in self.adapters.items()}
+        self.engine.publish({**self._initial, **newest} or {DEFAULT_ADAPTER: None}, self.policy_version)
 
 
 def pick_device(name: str) -> torch.device:
@@ -293,15 +267,3 @@ def max_model_len(config: Config, model: Decoder) -> int:
     if wanted is not None and wanted > able:
         raise ConfigError(f"model.max_model_len={wanted}: {config.model.path} can do at most {able} tokens")
     return wanted or min(able, config.data.max_prompt_length + config.data.max_response_length)
-
-
-def _model_card(backend: LocalBackend, adapter: LoraAdapter, gap: float | None) -> str:
-    checked = (
-        "tensors read back and equal" if gap is None else f"reloaded with PEFT, largest logit difference {gap:.1e}"
-    )
-    return (
-        f"---\nlibrary_name: peft\nbase_model: {backend.model_name}\n---\n\n# LoRA adapter trained with rllm\n\n"
-        f"- base: {backend.model_name}\n- rank {adapter.rank}, alpha {adapter.alpha:g}, "
-        f"target modules {backend.config.lora.target_modules}\n- policy version {backend.policy_version}\n"
-        f"- trainable parameters: {adapter.parameter_count():,}\n- check: {checked}\n"
-    )

@@ -175,6 +175,10 @@ class Engine:
             self._wake.notify()
         done.result()
 
+    def kv_bytes_of(self, sequences: int, tokens: int) -> int:
+        """Bytes of the keys and values of so many sequences of that length."""
+        return self._cache.nbytes_of(sequences, tokens)
+
     def stats(self) -> dict[str, float]:
         """Counts since the start: tokens generated and prefilled, prefix hits, decode steps; seconds spent prefilling and decoding."""
         return dict(self._stats)
@@ -313,8 +317,9 @@ class Engine:
         lengths = [len(prompt) for prompt in prompts]
         attend = PackedCausal(lengths, device, keep=True)
         ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
-        hidden = self.model(ids, attend.positions, attend, self.adapters[adapter])
-        logits = self.model.logits(hidden.index_select(0, attend.last))
+        lora = self.adapters[adapter]
+        hidden = self.model(ids, attend.positions, attend, lora)
+        logits = self.model.logits(hidden.index_select(0, attend.last), lora)
         assert attend.kept is not None
         k = torch.stack([keys for keys, _ in attend.kept]).transpose(1, 2).split(lengths, dim=2)
         v = torch.stack([values for _, values in attend.kept]).transpose(1, 2).split(lengths, dim=2)
@@ -332,14 +337,14 @@ class Engine:
         where = torch.tensor(positions, device=device)
         names = {request.adapter for request in running}
         if len(names) == 1:
-            attend = DecodeAttention(self._cache, where, longest)
-            logits = self.model.logits(self.model(ids, where, attend, self.adapters[names.pop()]))
+            attend, lora = DecodeAttention(self._cache, where, longest), self.adapters[names.pop()]
+            logits = self.model.logits(self.model(ids, where, attend, lora), lora)
         else:
             logits = torch.empty(len(running), self.model.config.vocab_size, device=device)
             for name in names:
                 rows = torch.tensor([i for i, r in enumerate(running) if r.adapter == name], device=device)
-                attend = DecodeAttention(self._cache, where[rows], longest, rows)
-                logits[rows] = self.model.logits(self.model(ids[rows], where[rows], attend, self.adapters[name]))
+                attend, lora = DecodeAttention(self._cache, where[rows], longest, rows), self.adapters[name]
+                logits[rows] = self.model.logits(self.model(ids[rows], where[rows], attend, lora), lora)
         self._stats["decode_steps"] += 1
         self._take_tokens(logits, self._batch_params(), range(len(running)))
 

@@ -6,7 +6,9 @@ Knows rows of tokens and a decoder; nothing of sampling, flows or files.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rllm.algorithms.losses import token_loss, token_weights
-from rllm.backends.base import BASE, AdamParams, Datum, LossSpec
+from rllm.backends.base import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, AdamParams, Datum, LossSpec, initial_of
 from rllm.backends.local.model import Decoder, LowRank, PackedCausal
 from rllm.lora.adapter import LoraAdapter
 
@@ -34,8 +36,17 @@ class Learner:
     `micro_batch_tokens` is a limit; a model whose activations would not fit gets smaller micro-batches.
     """
 
-    def __init__(self, model: Decoder, adapters: Mapping[str, LoraAdapter], micro_batch_tokens: int | None = None):
-        self.model, self.adapters = model, dict(adapters)
+    def __init__(
+        self,
+        model: Decoder,
+        adapters: Mapping[str, LoraAdapter],
+        micro_batch_tokens: int | None = None,
+        frozen: Mapping[str, LowRank | None] | None = None,
+        start: Decoder | None = None,
+    ):
+        """`frozen` adapters can be asked for log-probabilities only. `start`: with full fine-tuning, a copy of the weights as they
+        were, which then is what `BASE` means."""
+        self.model, self.adapters, self.frozen, self.start = model, dict(adapters), dict(frozen or {}), start
         wanted = micro_batch_tokens or MICRO_BATCH_TOKENS[model.device.type]
         self.micro_batch_tokens = min(wanted, _tokens_in_memory(model))
         if not self.adapters:
@@ -96,19 +107,28 @@ class Learner:
         return metrics
 
     @torch.no_grad()
-    def logprobs(self, data: Sequence[Datum], adapter: str | None = None) -> list[list[float]]:
-        """Log-probability of every token of every row at the row's temperature; entry 0 is 0.0."""
-        result: list[list[float]] = [[] for _ in data]
-        everywhere = [
-            Datum(d.ids, [0] + [1] * (len(d.ids) - 1), temperature=d.temperature, adapter=adapter or d.adapter)
-            for d in data
-        ]
-        for name, rows in self._micro_batches(everywhere):
-            chosen = [everywhere[i] for i in rows]
-            logprobs, _, _ = self._token_logprobs(chosen, name)
-            for i, values in zip(rows, logprobs.split([len(d.ids) - 1 for d in chosen]), strict=True):
-                result[i] = [0.0, *values.tolist()]
+    def logprobs(
+        self, data: Sequence[Datum], adapter: str | None = None, trained_only: bool = False
+    ) -> list[list[float]]:
+        """Log-probability of every token of every row at the row's temperature; see `Backend.logprobs`."""
+        result = [[0.0] * len(d.ids) for d in data]
+        rows_of = data if trained_only else [replace(d, mask=[0] + [1] * (len(d.ids) - 1)) for d in data]
+        for own, rows in self._micro_batches(rows_of):
+            chosen = [rows_of[i] for i in rows]
+            if not any(datum.n_trained for datum in chosen):
+                continue
+            logprobs, _, _ = self._token_logprobs(chosen, self._reference(own, adapter))
+            for i, values in zip(rows, logprobs.split([d.n_trained for d in chosen]), strict=True):
+                places = (t for t, m in enumerate(rows_of[i].mask) if m)
+                for t, value in zip(places, values.tolist(), strict=True):
+                    result[i][t] = value
         return result
+
+    def _reference(self, own: str, asked: str | None) -> str:
+        """The adapter to use for rows that are trained with `own`."""
+        if asked is None:
+            return own
+        return initial_of(own) if asked == INITIAL_ADAPTER else asked
 
     def optim_step(self, params: AdamParams) -> dict[str, float]:
         """Clip, AdamW step (Loshchilov and Hutter 2019, decoupled decay), zero gradients. Parameters without a gradient stay as
@@ -183,11 +203,14 @@ class Learner:
         mask = torch.tensor([m for row in rows for m in row.mask], dtype=torch.bool)
         trained = mask.nonzero().squeeze(1).to(device)
         attend = PackedCausal([len(row.ids) for row in rows], device)
-        hidden = self.model(ids, attend.positions, attend, self._lora(adapter))
+        model, lora = self._policy(adapter)
+        hidden = model(ids, attend.positions, attend, lora)
         # The token at position t is predicted from the hidden state at t - 1; entry 0 of a row is never trained.
         predicting = hidden.index_select(0, trained - 1)
         temperatures = torch.tensor([row.temperature for row in rows for _ in range(row.n_trained)], device=device)
-        logprobs, entropy = self._chunked_logprobs(predicting, ids.index_select(0, trained), temperatures)
+        logprobs, entropy = self._chunked_logprobs(
+            predicting, ids.index_select(0, trained), temperatures, partial(model.logits, lora=lora)
+        )
 
         def take(field: str) -> Tensor:
             values = torch.tensor([v for row in rows for v in getattr(row, field)], dtype=torch.float32)
@@ -195,11 +218,13 @@ class Learner:
 
         return logprobs, entropy, take
 
-    def _chunked_logprobs(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    def _chunked_logprobs(
+        self, hidden: Tensor, targets: Tensor, temperatures: Tensor, logits: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
         chunk = max(1, LOGIT_ELEMENTS // self.model.config.vocab_size)
 
         def part(h: Tensor, y: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-            logprobs = F.log_softmax(self.model.logits(h) / t.unsqueeze(1), dim=-1)
+            logprobs = F.log_softmax(logits(h) / t.unsqueeze(1), dim=-1)
             with torch.no_grad():
                 entropy = -(logprobs.exp() * logprobs).sum(-1)
             return logprobs.gather(1, y.unsqueeze(1)).squeeze(1), entropy
@@ -212,25 +237,35 @@ class Learner:
         ]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
-    def _lora(self, adapter: str) -> LowRank | None:
-        if adapter == BASE or not self.adapters:
-            return None
-        if adapter not in self.adapters:
-            raise KeyError(f"no adapter {adapter!r}; there are {', '.join(self.adapters)} and {BASE}")
-        return self.adapters[adapter].pairs(self.model.dtype)
+    def _policy(self, adapter: str) -> tuple[Decoder, LowRank | None]:
+        """(weights, low-rank updates) of a policy by the name of its adapter."""
+        if adapter in self.adapters:
+            return self.model, self.adapters[adapter].pairs(self.model.dtype, training=torch.is_grad_enabled())
+        if adapter in self.frozen:
+            return self.model, self.frozen[adapter]
+        if self.adapters and adapter == BASE:
+            return self.model, None
+        if not self.adapters and adapter == DEFAULT_ADAPTER:
+            return self.model, None
+        if adapter in (BASE, INITIAL_ADAPTER) and self.start is not None:
+            return self.start, None
+        known = [*self.adapters, *self.frozen, BASE] if self.adapters else [DEFAULT_ADAPTER]
+        raise KeyError(f"no adapter {adapter!r}; there are {', '.join(known)}")
+
+
+def activation_bytes_per_token(model: Decoder) -> int:
+    """Bytes kept per token for the backward pass, counted with autograd's saved-tensor hooks on three shapes (within 20 %)."""
+    c = model.config
+    kept = 8 * (c.hidden_size + (c.n_heads + c.n_kv_heads) * c.head_dim) + 5 * c.intermediate_size
+    return kept * c.n_layers * model.dtype.itemsize
 
 
 def _tokens_in_memory(model: Decoder) -> int:
-    """Tokens whose activations fit the memory set aside for them.
-
-    Elements kept per token and layer for the backward pass, counted with autograd's saved-tensor hooks on three shapes (within 20 %).
-    """
-    c = model.config
-    kept = 8 * (c.hidden_size + (c.n_heads + c.n_kv_heads) * c.head_dim) + 5 * c.intermediate_size
+    """Tokens whose activations fit the memory set aside for them."""
     budget: float = CPU_ACTIVATION_BYTES
     if model.device.type == "cuda":
         budget = GPU_ACTIVATION_SHARE * torch.cuda.get_device_properties(model.device).total_memory
-    return max(1, int(budget / (kept * c.n_layers * model.dtype.itemsize)))
+    return max(1, int(budget / activation_bytes_per_token(model)))
 
 
 def _float32_masters(model: Decoder) -> dict[torch.nn.Parameter, torch.nn.Parameter]:

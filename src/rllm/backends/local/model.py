@@ -5,7 +5,8 @@ How tokens see each other is the caller's business (`Attend`), and so are files,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +21,11 @@ BLOCKS: dict[str, tuple[str, ...]] = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
+# Where a low-rank update of the output head is found: no layer has this number.
+HEAD = (-1, "head")
+# Weights whose int64 products the fingerprint holds at once (64 MiB).
+FINGERPRINT_ELEMENTS = 8 * 2**20
+Dropout = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,12 @@ class Attend(Protocol):
 
 
 class LowRank(Protocol):
-    """The low-rank updates in force: for (layer, fused block) the pair ``A`` [R, in], ``B`` [out, R] (scaling inside B), or None."""
+    """The low-rank updates in force: for (layer, fused block) the pair ``A`` [R, in], ``B`` [out, R] (scaling inside B), or None.
+
+    `dropout`, if any, is applied to what goes into A.
+    """
+
+    dropout: Dropout | None
 
     def pair(self, layer: int, block: str) -> tuple[Tensor, Tensor] | None: ...
 
@@ -83,9 +94,11 @@ class FusedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device), requires_grad=False) if bias else None
 
-    def forward(self, x: Tensor, pair: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, pair: tuple[Tensor, Tensor] | None = None, dropout: Dropout | None = None) -> Tensor:
         if pair is None:
             return F.linear(x, self.weight, self.bias)
+        if dropout is not None:
+            return F.linear(x, self.weight, self.bias) + F.linear(F.linear(dropout(x), pair[0]), pair[1])
         if torch.is_grad_enabled() and not self.weight.requires_grad:
             return LowRankLinear.apply(x, self.weight, self.bias, *pair)
         return F.linear(x, self.weight, self.bias).addmm_(F.linear(x, pair[0]), pair[1].t())
@@ -148,11 +161,12 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, lora: LowRank | None) -> Tensor:
         c, n = self.config, x.shape[0]
 
-        def pair(block: str) -> tuple[Tensor, Tensor] | None:
-            return None if lora is None else lora.pair(self.index, block)
+        def product(block: str, x: Tensor) -> Tensor:
+            linear: FusedLinear = getattr(self, block)
+            return linear(x) if lora is None else linear(x, lora.pair(self.index, block), lora.dropout)
 
         h = rms_norm(x, self.input_norm, c.rms_eps)
-        qkv = self.qkv(h, pair("qkv")).view(n, c.n_heads + 2 * c.n_kv_heads, c.head_dim)
+        qkv = product("qkv", h).view(n, c.n_heads + 2 * c.n_kv_heads, c.head_dim)
         # Queries and keys go through norm and rotation together: half the operations.
         qk, v = qkv.split((c.n_heads + c.n_kv_heads, c.n_kv_heads), dim=1)
         if self.qk_norm is not None:
@@ -160,10 +174,10 @@ class DecoderLayer(nn.Module):
             qk = rms_norm(qk, weight, c.rms_eps)
         q, k = rotate(qk, cos, sin).split((c.n_heads, c.n_kv_heads), dim=1)
         mixed = attend(self.index, q, k, v)
-        x = x + self.o(mixed.reshape(n, -1), pair("o"))
+        x = x + product("o", mixed.reshape(n, -1))
         h = rms_norm(x, self.post_norm, c.rms_eps)
-        gate, up = self.gate_up(h, pair("gate_up")).split(c.block_rows("gate_up"), dim=-1)
-        return x + self.down(F.silu(gate) * up, pair("down"))
+        gate, up = product("gate_up", h).split(c.block_rows("gate_up"), dim=-1)
+        return x + product("down", F.silu(gate) * up)
 
 
 class Decoder(nn.Module):
@@ -212,9 +226,14 @@ class Decoder(nn.Module):
             x = layer(x, cos, sin, attend, lora)
         return rms_norm(x, self.final_norm, self.config.rms_eps)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, lora: LowRank | None = None) -> Tensor:
         """[N, vocab] in float32, from hidden states [N, hidden]."""
-        return F.linear(hidden, self.embed if self.head is None else self.head).float()
+        logits = F.linear(hidden, self.embed if self.head is None else self.head)
+        pair = None if lora is None else lora.pair(*HEAD)
+        if lora is not None and pair is not None:
+            adapted = hidden if lora.dropout is None else lora.dropout(hidden)
+            logits = logits + F.linear(F.linear(adapted, pair[0]), pair[1])
+        return logits.float()
 
     def full_finetuning(self) -> None:
         """Make every weight trainable."""
@@ -259,13 +278,28 @@ class Decoder(nn.Module):
     def block_layout(self) -> dict[tuple[int, str], list[tuple[str, int]]]:
         """For every (layer, fused block) the (Hugging Face name, output rows) of the matrices stacked in it."""
         c = self.config
-        return {
+        layout = {
             (i, block): [
                 (f"model.layers.{i}.{name}", rows) for name, rows in zip(names, c.block_rows(block), strict=True)
             ]
             for i in range(c.n_layers)
             for block, names in BLOCKS.items()
         }
+        return layout | {HEAD: [("lm_head", c.vocab_size)]}
+
+    @torch.no_grad()
+    def fingerprint(self) -> str:
+        """16 hex digits that change with any bit of the weights. Only one number a row leaves the device."""
+        digest = hashlib.blake2b(digest_size=8)
+        for name, tensor in self.named_parameters():
+            bits = tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+            rows = bits.reshape(bits.shape[0], -1)
+            # Weights by place make a swap of two values visible; int64 wraps, which does no harm.
+            places = torch.arange(1, rows.shape[1] + 1, device=rows.device)
+            chunk = max(1, FINGERPRINT_ELEMENTS // rows.shape[1])
+            sums = torch.cat([(part * places).sum(1) for part in rows.split(chunk)])
+            digest.update(name.encode() + sums.cpu().numpy().tobytes())
+        return digest.hexdigest()
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [N, 1, head_dim] in the model's dtype. The table is made once for the longest position."""
