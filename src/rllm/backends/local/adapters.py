@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from rllm import __version__
 from rllm.algorithms.spec import DEFAULT_ADAPTER
 from rllm.backends.local.loading import TOKENIZER_FILES
 from rllm.backends.local.model import Decoder, PackedCausal
@@ -26,6 +25,7 @@ from rllm.errors import ModelError
 from rllm.lora.adapter import LoraAdapter
 from rllm.lora.files import check_written, load_into, read_adapter, verify_with_peft, write_adapter
 from rllm.lora.match import adapted_modules, leaf_names, unmatched_excludes
+from rllm.version import __version__
 
 logger = logging.getLogger(__name__)
 # Loading a second copy of the base to check a saved adapter is worth it up to here; above, the file itself is read back.
