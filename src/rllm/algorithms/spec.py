@@ -26,12 +26,17 @@ def initial_of(adapter: str) -> str:
 class Datum:
     """One row to train on. All per-token lists have the length of `ids`; entry t speaks of *predicting* `ids[t]` from
     `ids[:t]`. `mask[t]` is 1 where the token was sampled by the policy and is trained, else 0 (`mask[0]` must be 0).
-    `advantages`, `logprobs` (of the sampler) are 0 where the mask is 0."""
+    `advantages`, `logprobs` (of the sampler) are 0 where the mask is 0. Where the three optional lists are empty: `old_logprobs`
+    (of the policy that the ratio of the loss is taken to) are `logprobs`, `weights` (on each token's policy loss) are 1, and there is
+    no KL term to `ref_logprobs` (of the reference policy)."""
 
     ids: list[int]
     mask: list[int]
     advantages: list[float] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    old_logprobs: list[float] = field(default_factory=list)
+    ref_logprobs: list[float] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
     temperature: float = 1.0
     adapter: str = DEFAULT_ADAPTER
     role: str = ""
