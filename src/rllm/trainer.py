@@ -194,6 +194,7 @@ class _Run:
         self.backend.publish()
         published = time.monotonic()
         metrics |= self._prove_publish()
+        metrics["publish/bytes"] = float(self.backend.published_bytes)
         metrics |= {"timing_s/publish": published - clock, "timing_s/probe": time.monotonic() - published}
         return {f"actor/{name}" if "/" not in name else name: value for name, value in metrics.items()}
 

@@ -92,6 +92,8 @@ class Backend(Protocol):
     model_name: str
     tokenizer: Any
     max_model_len: int
+    published_bytes: int
+    """What the last publish moved to the sampler: adapters only, never the base; 0 where both share the weights."""
 
     @property
     def policy_version(self) -> int: ...

@@ -236,6 +236,7 @@ class LocalBackend:
         # Full fine-tuning trains the sampled tensors themselves: publishing only counts the version.
         newest = {name: adapter.snapshot(self.model.dtype) for name, adapter in self.adapters.items()}
         self.engine.publish({**self._initial, **newest} or {DEFAULT_ADAPTER: None}, self.policy_version)
+        self.published_bytes = sum(pairs.nbytes for pairs in newest.values())
 
 
 def pick_device(name: str) -> torch.device:
