@@ -26,11 +26,20 @@ class LowRankPairs:
     `dropout`, in training only, is applied to the inputs of A.
     """
 
-    def __init__(self, pairs: dict[tuple[int, str], Pair], dropout: Callable[[Tensor], Tensor] | None = None):
-        self._pairs, self.dropout = pairs, dropout
+    def __init__(
+        self,
+        pairs: dict[tuple[int, str], Pair],
+        ranks: Mapping[tuple[int, str], tuple[int, ...]],
+        dropout: Callable[[Tensor], Tensor] | None = None,
+    ):
+        self._pairs, self._ranks, self.dropout = pairs, ranks, dropout
 
     def pair(self, layer: int, block: str) -> Pair | None:
         return self._pairs.get((layer, block))
+
+    def part_ranks(self, layer: int, block: str) -> tuple[int, ...]:
+        """Rows of A that belong to each matrix stacked in the block; the matching columns of B are 0 outside its rows."""
+        return self._ranks[layer, block]
 
     @property
     def nbytes(self) -> int:
@@ -107,7 +116,7 @@ class LoraAdapter(nn.Module):
     def pairs(self, dtype: torch.dtype, training: bool = False) -> LowRankPairs:
         """Stacked pairs in `dtype`; gradients flow back to the float32 matrices. `training` True drops inputs, if any are to be."""
         pairs = {key: self._stack(parts, dtype) for key, parts in self.layout.items()}
-        return LowRankPairs(pairs, self._drop if training and self.dropout else None)
+        return LowRankPairs(pairs, self._part_ranks(), self._drop if training and self.dropout else None)
 
     @torch.no_grad()
     def snapshot(self, dtype: torch.dtype) -> LowRankPairs:
@@ -116,8 +125,15 @@ class LoraAdapter(nn.Module):
             {
                 key: (a.clone(), b.clone())
                 for key, (a, b) in ((key, self._stack(parts, dtype)) for key, parts in self.layout.items())
-            }
+            },
+            self._part_ranks(),
         )
+
+    def _part_ranks(self) -> dict[tuple[int, str], tuple[int, ...]]:
+        return {
+            key: tuple(self.a[_key(name)].shape[0] if _key(name) in self.a else 0 for name, _ in parts)
+            for key, parts in self.layout.items()
+        }
 
     def _stack(self, parts: Sequence[tuple[str, int]], dtype: torch.dtype) -> Pair:
         """A of the block's matrices one above the other; B block-diagonal, the scale folded in."""

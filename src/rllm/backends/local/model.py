@@ -85,6 +85,8 @@ class LowRank(Protocol):
 
     def pair(self, layer: int, block: str) -> tuple[Tensor, Tensor] | None: ...
 
+    def part_ranks(self, layer: int, block: str) -> tuple[int, ...]: ...
+
 
 class FusedLinear(nn.Module):
     """``y = x W^T + b + (x A^T) B^T`` for the matrices of one block stacked along their outputs."""
