@@ -9,6 +9,7 @@ Checks come first: a part whose numbers are wrong prints no speed. Peers are tim
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import random
 import statistics
@@ -190,7 +191,75 @@ def rows_of_w(args: argparse.Namespace, vocab: int) -> list[Datum]:
     return rows
 
 
+def check_training(config: DecoderConfig) -> dict[str, float]:
+    """Loss and gradients of every A and B against the plain path in float32, on four layers of the same widths, ragged rows."""
+    small = dataclasses.replace(config, n_layers=4)
+    fast = random_decoder(small)
+    exact = Decoder(small, fast.inv_freq, dtype=torch.float32, device="cuda")
+    exact.load_state_dict({name: value.float() for name, value in fast.state_dict().items()})
+    exact.fused = False
+    rows = []
+    for i, prompt in enumerate(prompts_of(8, 200)):
+        length = 40 + 20 * i
+        row = Datum(prompt[:length], [0] * 20 + [1] * (length - 20))
+        row.logprobs = [-11.9 * m for m in row.mask]
+        row.advantages = [(-1.0) ** i * m for m in row.mask]
+        rows.append(row)
+    gradients, losses = [], []
+    for model in (fast, exact):
+        adapter = adapter_of(model, 8)
+        learner = Learner(model, {"default": adapter})
+        losses.append(learner.forward_backward(rows, LossSpec(clip_low=10, clip_high=10))["loss"])
+        gradients.append(torch.cat([p.grad.flatten() for p in adapter.parameters() if p.grad is not None]))
+    error = (gradients[0] - gradients[1]).norm() / gradients[1].norm()
+    return {"gradient_error": error.item(), "loss_error": abs(losses[0] - losses[1]) / abs(losses[1])}
+
+
+def bench_step(args: argparse.Namespace, config: DecoderConfig) -> None:
+    """The whole of work W: sample 16 prompts x 8 (each prompt read once), train on what was sampled, step, publish."""
+    prompts = [prompt for prompt in prompts_of(16, args.prompt) for _ in range(8)]
+    for label, rank in (("LoRA r=8", 8), ("LoRA r=32", 32), ("full", 0)):
+        model = random_decoder(config)
+        adapters = {"default": adapter_of(model, rank)} if rank else {}
+        engine = CudaEngine(model, eos_ids=[], max_batch=128, max_model_len=args.prompt + args.tokens)
+        learner = Learner(model, adapters)
+        parts: dict[str, list[float]] = {"sample": [], "train": [], "optimizer": [], "publish": []}
+
+        def publish(version: int, engine=engine, adapters=adapters, model=model):
+            engine.publish(
+                {name: a.snapshot(model.dtype) for name, a in adapters.items()} or {"default": None}, version
+            )
+
+        def timed_part(name: str, work: Callable[[], object], parts=parts):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            result = work()
+            torch.cuda.synchronize()
+            parts[name].append(time.perf_counter() - started)
+            return result
+
+        publish(0)
+        for step in range(args.repeats + 1):
+            answers = timed_part("sample", lambda e=engine: generate(e, prompts, ["default"], args.tokens))
+            rows = []
+            for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+                row = Datum(prompt + answer.ids, [0] * len(prompt) + [1] * len(answer.ids))
+                row.logprobs = [0.0] * len(prompt) + answer.logprobs
+                row.advantages = [0.0] * len(prompt) + [(-1.0) ** i] * len(answer.ids)
+                rows.append(row)
+            timed_part("train", lambda d=rows, n=learner: n.forward_backward(d, LossSpec()))
+            timed_part("optimizer", lambda n=learner: n.optim_step(AdamParams(1e-5)))
+            timed_part("publish", lambda v=step + 1: publish(v))
+        medians = {name: statistics.median(seconds[1:]) for name, seconds in parts.items()}
+        total = statistics.median(sum(seconds) for seconds in list(zip(*parts.values(), strict=True))[1:])
+        print(f"step  {label:10s} {total:.3f} s  " + "  ".join(f"{n} {s:.4f}" for n, s in medians.items()), flush=True)
+        engine.close()
+        del engine, learner, model
+        torch.cuda.empty_cache()
+
+
 def bench_training(args: argparse.Namespace, config: DecoderConfig) -> None:
+    print("check", {k: f"{v:.2e}" for k, v in check_training(config).items()}, flush=True)
     rows = rows_of_w(args, config.vocab_size)
     for label, rank in (("LoRA r=8", 8), ("LoRA r=32", 32), ("full", 0)):
         torch.cuda.empty_cache()
@@ -223,7 +292,7 @@ def profile(work: Callable[[], object], title: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["sample", "train"], choices=["sample", "train"])
+    parser.add_argument("--parts", nargs="+", default=["sample", "train", "step"], choices=["sample", "train", "step"])
     parser.add_argument("--shapes", default="0.6b", choices=list(SHAPES))
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--prompt", type=int, default=256)
@@ -234,6 +303,8 @@ def main() -> None:
     print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__} | vars(args)))
     if "sample" in args.parts:
         bench_sampling(args, SHAPES[args.shapes])
+    if "step" in args.parts:
+        bench_step(args, SHAPES[args.shapes])
     if "train" in args.parts:
         bench_training(args, SHAPES[args.shapes])
 

@@ -118,6 +118,43 @@ class LoraAdapter(nn.Module):
         pairs = {key: self._stack(parts, dtype) for key, parts in self.layout.items()}
         return LowRankPairs(pairs, self._part_ranks(), self._drop if training and self.dropout else None)
 
+    def leaves(self, dtype: torch.dtype) -> tuple[LowRankPairs, Callable[[], None]]:
+        """Pairs to train on in several backward passes, and what to call after them: it adds their gradients, summed in float32, to
+        those of the matrices. Stacking is then done once, not in each pass."""
+        with torch.no_grad():
+            stacked = {key: self._stack(parts, dtype) for key, parts in self.layout.items()}
+        leaves = {key: (a.requires_grad_(), b.requires_grad_()) for key, (a, b) in stacked.items()}
+        sums: dict[Tensor, Tensor] = {}
+
+        def add(leaf: Tensor) -> None:
+            assert leaf.grad is not None
+            if leaf in sums:
+                sums[leaf] += leaf.grad
+            else:
+                sums[leaf] = leaf.grad.float()
+            leaf.grad = None
+
+        for pair in leaves.values():
+            for leaf in pair:
+                leaf.register_post_accumulate_grad_hook(add)
+
+        @torch.no_grad()
+        def finish() -> None:
+            for key, parts in self.layout.items():
+                a, b = (sums.get(leaf) for leaf in leaves[key])
+                row = column = 0
+                for name, height in parts:
+                    if _key(name) in self.a:
+                        mine_a, mine_b = self.matrices(name)
+                        rank = mine_a.shape[0]
+                        if a is not None and b is not None:
+                            _add_gradient(mine_a, a[column : column + rank])
+                            _add_gradient(mine_b, b[row : row + height, column : column + rank] * self.scales[name])
+                        column += rank
+                    row += height
+
+        return LowRankPairs(leaves, self._part_ranks(), self._drop if self.dropout else None), finish
+
     @torch.no_grad()
     def snapshot(self, dtype: torch.dtype) -> LowRankPairs:
         """The pairs as they are now, apart from the trained tensors: what is published."""
@@ -153,6 +190,13 @@ class LoraAdapter(nn.Module):
     def parameter_count(self) -> int:
         """``sum over modules of rank * (in + out)``."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+
+def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient.clone()
+    else:
+        parameter.grad += gradient
 
 
 def _key(name: str) -> str:

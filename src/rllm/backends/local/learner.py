@@ -18,13 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 from rllm.algorithms.losses import token_loss, token_weights
 from rllm.backends.base import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, AdamParams, Datum, LossSpec, initial_of
-from rllm.backends.local.model import Decoder, LowRank, PackedCausal
+from rllm.backends.local.model import HEAD, Decoder, LowRank, PackedCausal
 from rllm.lora.adapter import LoraAdapter
 
 # Tokens x vocabulary held at once when logits are turned into log-probabilities (float32: 64 MiB).
 LOGIT_ELEMENTS = 16 * 2**20
 # Measured: on CPU smaller micro-batches stay in cache, a GPU wants larger ones.
-MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 32768}
+MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 6144}
 # Memory that the activations of a micro-batch may take on CPU, and the share of it on a GPU.
 CPU_ACTIVATION_BYTES = 2 * 2**30
 GPU_ACTIVATION_SHARE = 0.25
@@ -53,6 +53,8 @@ class Learner:
             model.full_finetuning()
         self.masters = _float32_masters(model) if not self.adapters else {}
         self.optimizer: torch.optim.AdamW | None = None
+        # The adapters as the passes of one `forward_backward` see them.
+        self._leaves: dict[str, LowRank] = {}
 
     def trainable(self) -> list[torch.nn.Parameter]:
         """What the optimizer steps: the adapters' matrices, or every weight (its float32 master where the base is narrower)."""
@@ -68,6 +70,9 @@ class Learner:
         ``sampler_gap_max`` (largest absolute difference of log-probabilities).
         """
         weights = token_weights(loss, [datum.n_trained for datum in data])
+        used = {datum.adapter for datum in data} & self.adapters.keys()
+        leaves = {name: self.adapters[name].leaves(self.model.dtype) for name in used}
+        self._leaves = {name: pairs for name, (pairs, _) in leaves.items()}
         sums: dict[str, Tensor] = {}
         gap_max = torch.zeros((), device=self.model.device)
         for adapter, rows in self._micro_batches(data):
@@ -91,6 +96,9 @@ class Learner:
                 _add(sums, "tokens", torch.tensor(float(len(logprobs)), device=logprobs.device))
                 for name, values in stats.items():
                     _add(sums, f"mean:{name}", values.detach().sum())
+        self._leaves = {}
+        for _, finish in leaves.values():
+            finish()
         if not sums:
             return {"loss": 0.0, "tokens": 0.0}
         tokens = sums["tokens"].item()
@@ -186,10 +194,14 @@ class Learner:
         for adapter, rows in by_adapter.items():
             rows.sort(key=lambda i: len(data[i].ids))
             batch: list[int] = []
+            tokens = 0
             for i in rows:
-                if batch and (len(batch) + 1) * len(data[i].ids) > self.micro_batch_tokens:
+                # Sorted by length, so the newest row is the longest, to which the others are padded where there is padding.
+                length = len(data[i].ids)
+                tokens = tokens + length if self.model.fused else (len(batch) + 1) * length
+                if batch and tokens > self.micro_batch_tokens:
                     yield adapter, batch
-                    batch = []
+                    batch, tokens = [], length
                 batch.append(i)
             yield adapter, batch
 
@@ -208,9 +220,14 @@ class Learner:
         # The token at position t is predicted from the hidden state at t - 1; entry 0 of a row is never trained.
         predicting = hidden.index_select(0, trained - 1)
         temperatures = torch.tensor([row.temperature for row in rows for _ in range(row.n_trained)], device=device)
-        logprobs, entropy = self._chunked_logprobs(
-            predicting, ids.index_select(0, trained), temperatures, partial(model.logits, lora=lora)
-        )
+        targets = ids.index_select(0, trained)
+        if model.fused and (lora is None or lora.pair(*HEAD) is None):
+            from rllm.backends.local.cuda.train import token_logprobs
+
+            logprobs, entropy = token_logprobs(model, predicting, targets, temperatures)
+        else:
+            logits = partial(model.logits, lora=lora)
+            logprobs, entropy = self._chunked_logprobs(predicting, targets, temperatures, logits)
 
         def take(field: str) -> Tensor:
             values = torch.tensor([v for row in rows for v in getattr(row, field)], dtype=torch.float32)
@@ -239,6 +256,8 @@ class Learner:
 
     def _policy(self, adapter: str) -> tuple[Decoder, LowRank | None]:
         """(weights, low-rank updates) of a policy by the name of its adapter."""
+        if adapter in self._leaves:
+            return self.model, self._leaves[adapter]
         if adapter in self.adapters:
             return self.model, self.adapters[adapter].pairs(self.model.dtype, training=torch.is_grad_enabled())
         if adapter in self.frozen:
@@ -256,6 +275,9 @@ class Learner:
 def activation_bytes_per_token(model: Decoder) -> int:
     """Bytes kept per token for the backward pass, counted with autograd's saved-tensor hooks on three shapes (within 20 %)."""
     c = model.config
+    if model.fused:  # layer input and middle residual, queries/keys/values, attention's result, gate and up
+        kept = 2 * c.hidden_size + sum(c.block_rows("qkv")) + c.block_inputs("o") + 2 * c.intermediate_size
+        return kept * c.n_layers * model.dtype.itemsize
     kept = 8 * (c.hidden_size + (c.n_heads + c.n_kv_heads) * c.head_dim) + 5 * c.intermediate_size
     return kept * c.n_layers * model.dtype.itemsize
 

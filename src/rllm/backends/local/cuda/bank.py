@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rllm.backends.local.model import BLOCKS, HEAD, Decoder, FusedLinear, LowRank
+from rllm.backends.local.model import BLOCKS, HEAD, Decoder, FloatLogits, FusedLinear, LowRank
 
 LEAST_RANK = 16
 """The least inner size of a matrix unit's product."""
@@ -156,7 +156,7 @@ class AdapterBank:
         assert self.head is not None
         for number, (a, b) in enumerate(zip(*self.head, strict=True)):
             h = F.linear(hidden, a) * (adapters == number).unsqueeze(1)
-            logits = torch.addmm(logits, h, b.t())
+            logits = logits + FloatLogits.apply(h, b)
         return logits
 
 

@@ -18,7 +18,7 @@ from rllm.backends.base import SamplingParams
 from rllm.backends.local.cuda import kernels
 from rllm.backends.local.cuda.bank import AdapterBank, BlockBank
 from rllm.backends.local.cuda.pages import PAGE, PagePool
-from rllm.backends.local.model import Decoder, DecoderConfig, DecoderLayer
+from rllm.backends.local.model import Decoder, DecoderLayer, FloatLogits
 from rllm.backends.local.sampling import BatchParams, sample
 
 SAMPLE_BLOCK = 4096
@@ -28,15 +28,6 @@ BUSY_PROGRAMS = 512
 MAX_SPLITS = 16
 Cut = tuple[Sequence[SamplingParams], Sequence[float]]
 """Settings and uniform numbers of the rows, for a draw outside the kernels."""
-
-
-def supports(config: DecoderConfig) -> str | None:
-    """Why the fast path cannot run these shapes; None if it can."""
-    if config.head_dim not in (32, 64, 128, 256):
-        return f"head_dim {config.head_dim} is not 32, 64, 128 or 256"
-    if config.attention_window is not None and config.attention_window < config.max_position:
-        return None  # the model length never exceeds the window, see backend.max_model_len
-    return None
 
 
 @dataclass
@@ -96,7 +87,6 @@ class DecodeStep:
         self.model, self.bank, self.pool, self.state, self.max_len = model, bank, pool, state, max_len
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._memory = None
-        model._rotary(torch.zeros(1, dtype=torch.int64, device=model.device))  # makes the tables
 
     def forget_graphs(self) -> None:
         self._graphs.clear()
@@ -145,7 +135,7 @@ class DecodeStep:
             y = F.linear(h, blocks["down"].weight, blocks["down"].bias)
             following = layers[i + 1].input_norm if i + 1 < c.n_layers else model.final_norm
             h = self._add_norm(residual, y, blocks["down"], following)
-        logits = F.linear(h, model.embed if model.head is None else model.head)
+        logits = FloatLogits.apply(h, model.output_weight)
         return self.bank.add_head(logits, h, s.adapters[:n]) if self.bank.head is not None else logits
 
     def _add_norm(self, residual: Tensor, delta: Tensor | None, bank: BlockBank | None, weight: Tensor) -> Tensor:
@@ -164,7 +154,7 @@ class DecodeStep:
     def _attend(self, index: int, layer: DecoderLayer, bank: BlockBank, qkv: Tensor) -> Tensor:
         c, s, n = self.model.config, self.state, qkv.shape[0]
         q = torch.empty(n, c.n_heads, c.head_dim, dtype=qkv.dtype, device=qkv.device)
-        cos, sin = self.model._rope or (None, None)
+        cos, sin = self.model.rotary_tables()
         norm = layer.qk_norm
         k_pool, v_pool = self.pool.k[index], self.pool.v[index]
         kernels.rotate_write_kernel[(triton.cdiv(n, kernels.ROWS), c.n_heads + 2 * c.n_kv_heads)](

@@ -55,7 +55,7 @@ class _Row:
 
 
 class CudaEngine(Engine):
-    """See `Engine`. Takes a decoder whose shapes `decode.supports`."""
+    """See `Engine`. Takes a decoder that is `fused`."""
 
     def _prepare(self) -> None:
         config, device = self.model.config, self.model.device
@@ -225,7 +225,7 @@ class CudaEngine(Engine):
         ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
         lora = self.adapters[adapter]
         hidden = self.model(ids, attend.positions, attend, lora)
-        logits = self.model.logits(hidden.index_select(0, attend.last), lora).to(self.model.dtype)
+        logits = self.model.logits(hidden.index_select(0, attend.last), lora)
         self._stats["prefill_tokens"] += sum(lengths)
         return [_Prompt(own, n, row.clone()) for own, n, row in zip(pages, lengths, logits, strict=True)]
 
@@ -313,6 +313,5 @@ class _WritingCausal(PackedCausal):
         self._pages = torch.tensor(own, device=device)
         self._offsets = self.positions % PAGE
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def note(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._pool.write(layer, k, v, self._pages, self._offsets)
-        return super().__call__(layer, q, k, v)

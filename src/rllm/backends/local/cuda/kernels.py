@@ -35,7 +35,7 @@ def add_norm_kernel(
             if adapter >= 0:
                 h = delta + row * delta_stride + SIZE + adapter * RANK_STRIDE
                 matrix = b + adapter * RANK_STRIDE * SIZE + columns
-                for r in tl.range(RANK):
+                for r in tl.static_range(RANK):  # unrolled, so that the loads do not wait for each other
                     scale = tl.load(h + r).to(tl.float32)
                     y += scale * tl.load(matrix + r * SIZE, mask=inside, other=0.0).to(tl.float32)
         x = (x + y.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)

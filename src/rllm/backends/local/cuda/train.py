@@ -1,0 +1,319 @@
+"""A decoder layer over packed tokens as one autograd node, and the output head that never keeps its logits.
+
+The node keeps, per token, the layer's input, the queries/keys/values before rotation, what attention gave, the middle residual and
+gate/up: what products made. Everything else is made again in the backward pass, which reads memory but multiplies nothing. With
+frozen weights no gradient of a weight is computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from rllm.backends.local.cuda import train_kernels as kernels
+from rllm.backends.local.model import (
+    BLOCKS,
+    Decoder,
+    DecoderConfig,
+    DecoderLayer,
+    FloatLogits,
+    LowRank,
+    PackedCausal,
+)
+
+NORM_ROWS = 8
+ROTATE_ROWS = 16
+SWIGLU_BLOCK = 1024
+LOGPROB_BLOCK = 8192
+# Rows of logits held at once; with 151,936 ids 1024 rows are 620 MB in float32.
+HEAD_ROWS = 1024
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedCausal) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Causal attention inside each sequence (flash, no padding): (out, log-sum-exp, and two states its backward wants)."""
+    out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        layout.bounds,
+        layout.bounds,
+        layout.longest,
+        layout.longest,
+        0.0,
+        True,
+        False,
+        scale=q.shape[-1] ** -0.5,
+    )
+    return out, lse, state, unused
+
+
+def attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: tuple[Tensor, Tensor, Tensor, Tensor], layout: PackedCausal
+) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, state, unused = kept
+    return torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, lse, layout.bounds, layout.bounds, layout.longest, layout.longest, 0.0, True, state, unused,
+        scale=q.shape[-1] ** -0.5,
+    )  # fmt: skip
+
+
+def fused_layers(model: Decoder, x: Tensor, layout: PackedCausal, lora: LowRank | None) -> Tensor:
+    """What the layers of `model` give for packed tokens [N, hidden]."""
+    tables = model.rotary_tables()
+    for layer in model.layers:
+        assert isinstance(layer, DecoderLayer)
+        x = fused_layer(layer, x, tables, layout, lora)
+    return x
+
+
+def fused_layer(
+    layer: DecoderLayer, x: Tensor, tables: tuple[Tensor, Tensor], layout: PackedCausal, lora: LowRank | None
+) -> Tensor:
+    """What `DecoderLayer.forward` gives for packed tokens [N, hidden]."""
+    pairs = [lora.pair(layer.index, block) if lora is not None else None for block in BLOCKS]
+    linears = [getattr(layer, block) for block in BLOCKS]
+    matrices = [matrix for pair in pairs for matrix in (pair or (None, None))]
+    weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+    norms = (layer.input_norm, layer.post_norm, layer.qk_norm)
+    return FusedLayer.apply(x, layer, tables, layout, *matrices, *weights, *biases, *norms)
+
+
+class FusedLayer(torch.autograd.Function):
+    """Inputs: x [N, hidden]; A and B of the four blocks, None where there is none; their weights; their biases; the three norms."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        layer: DecoderLayer,
+        tables: tuple[Tensor, Tensor],
+        layout: PackedCausal,
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        config = layer.config
+        pairs, weights, biases, (input_norm, post_norm, qk_norm) = _sorted(tensors)
+        h = norm(x, input_norm, config.rms_eps)
+        qkv = _product(h, weights[0], biases[0], pairs[0])
+        q, k, v = _rotated(qkv, qk_norm, tables, layout, config)
+        layout.note(layer.index, k, v)
+        out, lse, state, unused = attention(q, k, v, layout)
+        flat = out.view(len(x), -1)
+        middle = _product(flat, weights[1], biases[1], pairs[1], onto=x)
+        h = norm(middle, post_norm, config.rms_eps)
+        gate_up = _product(h, weights[2], biases[2], pairs[2])
+        result = _product(_swiglu(gate_up), weights[3], biases[3], pairs[3], onto=middle)
+        if any(ctx.needs_input_grad):
+            ctx.config, ctx.tables, ctx.layout = config, tables, layout
+            ctx.save_for_backward(x, qkv, out, lse, state, unused, middle, gate_up, *tensors)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, qkv, out, lse, state, unused, middle, gate_up, *tensors = ctx.saved_tensors
+        config, layout = ctx.config, ctx.layout
+        pairs, weights, biases, (input_norm, post_norm, qk_norm) = _sorted(tensors)
+        full = ctx.needs_input_grad[4 + 8]  # the weights are trained, or not, all together
+        (grad,) = grads
+        grad = grad.contiguous()
+        d_matrices: list[Tensor | None] = [None] * 8
+        d_weights: list[Tensor | None] = [None] * 4
+        d_biases: list[Tensor | None] = [None] * 4
+
+        def through(i: int, given: Tensor, entered: Tensor, wanted: bool = True) -> Tensor | None:
+            """Gradient of what entered product `i`; its parameters' gradients are noted."""
+            if full:
+                d_weights[i] = given.t() @ entered
+                d_biases[i] = None if biases[i] is None else given.sum(0)
+            pair = pairs[i]
+            if pair is None:
+                return given @ weights[i] if wanted else None
+            a, b = pair
+            low, mixed = F.linear(entered, a), given @ b
+            d_matrices[2 * i], d_matrices[2 * i + 1] = mixed.t() @ entered, given.t() @ low
+            return (given @ weights[i]).addmm_(mixed, a) if wanted else None
+
+        # The gradient of `act` needs W alone; what entered the product is made beside gate's and up's gradients.
+        d_act = grad @ weights[3]
+        if pairs[3] is not None:
+            d_act.addmm_(grad @ pairs[3][1], pairs[3][0])
+        d_gate_up, act = _swiglu_backward(d_act, gate_up)
+        del d_act
+        through(3, grad, act, wanted=False)
+        del act
+        d_h = through(2, d_gate_up, norm(middle, post_norm, config.rms_eps))
+        del d_gate_up
+        d_middle, d_post = _norm_backward(d_h, middle, post_norm, grad, config.rms_eps, full)
+        d_out = through(1, d_middle, out.view(len(x), -1))
+        q, k, v = _rotated(qkv, qk_norm, ctx.tables, layout, config)
+        dq, dk, dv = attention_backward(d_out.view_as(out), q, k, v, (out, lse, state, unused), layout)
+        d_qkv, d_qk_norm = _rotate_backward(dq, dk, dv, qkv, qk_norm, ctx.tables, layout, config, full)
+        del q, k, v, dq, dk, dv
+        wanted = ctx.needs_input_grad[0] or full
+        d_h = through(0, d_qkv, norm(x, input_norm, config.rms_eps), wanted)
+        d_x, d_input = (
+            _norm_backward(d_h, x, input_norm, d_middle, config.rms_eps, full) if d_h is not None else (None, None)
+        )
+        return (d_x, None, None, None, *d_matrices, *d_weights, *d_biases, d_input, d_post, d_qk_norm)
+
+
+def _sorted(tensors: Any) -> tuple[list[tuple[Tensor, Tensor] | None], list[Tensor], list[Tensor | None], list[Any]]:
+    """(A and B), weights, biases of the four blocks, and the norms."""
+    pairs = [(tensors[2 * i], tensors[2 * i + 1]) if tensors[2 * i] is not None else None for i in range(4)]
+    return pairs, list(tensors[8:12]), list(tensors[12:16]), list(tensors[16:19])
+
+
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, pair: tuple[Tensor, Tensor] | None, onto: Tensor | None = None
+) -> Tensor:
+    """``onto + x W^T + bias + (x A^T) B^T``."""
+    if onto is not None and bias is None:
+        y = torch.addmm(onto, x, weight.t())
+    else:
+        y = F.linear(x, weight, bias)
+        if onto is not None:
+            y += onto
+    return y if pair is None else y.addmm_(F.linear(x, pair[0]), pair[1].t())
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last axis of [N, size]."""
+    n, size = x.shape
+    out, block = torch.empty_like(x), triton.next_power_of_2(size)
+    kernels.norm_kernel[(n,)](x, weight, out, eps, SIZE=size, BLOCK=block, num_warps=min(16, max(1, block // 512)))
+    return out
+
+
+def _norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, residual_grad: Tensor, eps: float, full: bool
+) -> tuple[Tensor, Tensor | None]:
+    n, size = x.shape
+    programs, block = triton.cdiv(n, NORM_ROWS), triton.next_power_of_2(size)
+    out = torch.empty_like(x)
+    shares = torch.empty(programs, size, device=x.device) if full else out
+    kernels.norm_backward_kernel[(programs,)](
+        grad, x, weight, residual_grad, out, shares, n, eps,
+        SIZE=size, BLOCK=block, ROWS=NORM_ROWS, WEIGHTS=full, num_warps=min(16, max(1, block // 512)),
+    )  # fmt: skip
+    return out, shares.sum(0).to(weight.dtype) if full else None
+
+
+def _rotated(
+    qkv: Tensor, qk_norm: Tensor | None, tables: tuple[Tensor, Tensor], layout: PackedCausal, c: DecoderConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    n = len(qkv)
+    q = torch.empty(n, c.n_heads, c.head_dim, dtype=qkv.dtype, device=qkv.device)
+    k = torch.empty(n, c.n_kv_heads, c.head_dim, dtype=qkv.dtype, device=qkv.device)
+    kernels.rotate_kernel[(triton.cdiv(n, ROTATE_ROWS), c.n_heads + c.n_kv_heads)](
+        qkv, qkv if qk_norm is None else qk_norm, *tables, layout.positions, q, k, n, c.rms_eps,
+        HEADS=c.n_heads, KV_HEADS=c.n_kv_heads, HALF=c.head_dim // 2, NORM=qk_norm is not None, ROWS=ROTATE_ROWS,
+        num_warps=4,
+    )  # fmt: skip
+    return q, k, qkv.view(n, -1, c.head_dim)[:, c.n_heads + c.n_kv_heads :]
+
+
+def _rotate_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, qk_norm: Tensor | None, tables: tuple[Tensor, Tensor], layout: PackedCausal,
+    c: DecoderConfig, full: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    n, tiles = len(qkv), triton.cdiv(len(qkv), ROTATE_ROWS)
+    out, heads = torch.empty_like(qkv), c.n_heads + c.n_kv_heads
+    weights = full and qk_norm is not None
+    shares = torch.empty(tiles, heads, c.head_dim, device=qkv.device) if weights else out
+    kernels.rotate_backward_kernel[(tiles, heads + c.n_kv_heads)](
+        dq.contiguous(), dk.contiguous(), dv.contiguous(), qkv, qkv if qk_norm is None else qk_norm, *tables,
+        layout.positions, out, out.stride(0), shares, n, c.rms_eps,
+        HEADS=c.n_heads, KV_HEADS=c.n_kv_heads, HALF=c.head_dim // 2, NORM=qk_norm is not None, ROWS=ROTATE_ROWS,
+        WEIGHTS=weights, num_warps=4,
+    )  # fmt: skip
+    if not weights:
+        return out, None
+    summed = shares.sum(0)
+    return out, torch.stack((summed[: c.n_heads].sum(0), summed[c.n_heads :].sum(0))).to(qkv.dtype)
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    n, size = len(x), x.shape[1] // 2
+    out = torch.empty(n, size, dtype=x.dtype, device=x.device)
+    kernels.swiglu_kernel[(n, triton.cdiv(size, SWIGLU_BLOCK))](x, out, SIZE=size, BLOCK=SWIGLU_BLOCK, num_warps=4)
+    return out
+
+
+def _swiglu_backward(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    n, size = grad.shape
+    dx, again = torch.empty_like(x), torch.empty_like(grad)
+    kernels.swiglu_backward_kernel[(n, triton.cdiv(size, SWIGLU_BLOCK))](
+        grad, x, dx, again, SIZE=size, BLOCK=SWIGLU_BLOCK, num_warps=4
+    )
+    return dx, again
+
+
+def token_logprobs(model: Decoder, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    """(log-probability [M] of `targets`, entropy [M]) from hidden states [M, hidden]; the entropy carries no gradient."""
+    return HeadLogprobs.apply(hidden, model.output_weight, targets, temperatures)
+
+
+class HeadLogprobs(torch.autograd.Function):
+    """Logits are made a chunk at a time. With a frozen head the gradient of each log-probability by its hidden state is made while the
+    chunk is there, so the backward pass is a scaling; a trained head needs its logits once more."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+        trained = ctx.needs_input_grad[1]
+        slopes = torch.empty_like(hidden) if ctx.needs_input_grad[0] and not trained else None
+        logprobs, entropies = _head_pass(hidden, head, targets, temperatures, slopes)
+        ctx.trained = trained
+        if trained:
+            ctx.save_for_backward(hidden, head, targets, temperatures)
+        elif slopes is not None:
+            ctx.save_for_backward(slopes)
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        grad = grads[0]
+        if not ctx.trained:
+            (slopes,) = ctx.saved_tensors
+            return (slopes * grad.unsqueeze(1)).to(slopes.dtype), None, None, None
+        hidden, head, targets, temperatures = ctx.saved_tensors
+        d_hidden, d_head = torch.empty_like(hidden), torch.zeros_like(head, dtype=torch.float32)
+        for rows in range(0, len(hidden), HEAD_ROWS):
+            part = slice(rows, rows + HEAD_ROWS)
+            d_logits = torch.empty(len(targets[part]), len(head), dtype=hidden.dtype, device=hidden.device)
+            _chunk_logprobs(hidden[part], head, targets[part], temperatures[part], d_logits)
+            d_logits *= grad[part].unsqueeze(1)
+            d_hidden[part] = d_logits @ head
+            d_head += d_logits.t() @ hidden[part]
+        return d_hidden, d_head.to(head.dtype), None, None
+
+
+def _head_pass(
+    hidden: Tensor, head: Tensor, targets: Tensor, temperatures: Tensor, slopes: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    parts = []
+    for rows in range(0, len(hidden), HEAD_ROWS):
+        part = slice(rows, rows + HEAD_ROWS)
+        d_logits = None
+        if slopes is not None:
+            d_logits = torch.empty(len(targets[part]), len(head), dtype=hidden.dtype, device=hidden.device)
+        parts.append(_chunk_logprobs(hidden[part], head, targets[part], temperatures[part], d_logits))
+        if slopes is not None and d_logits is not None:
+            slopes[part] = d_logits @ head
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+def _chunk_logprobs(
+    hidden: Tensor, head: Tensor, targets: Tensor, temperatures: Tensor, d_logits: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    logits = FloatLogits.apply(hidden, head)
+    n, vocab = logits.shape
+    logprobs, entropies = torch.empty(n, device=logits.device), torch.empty(n, device=logits.device)
+    kernels.logprob_kernel[(n,)](
+        logits, targets, temperatures, logprobs, entropies, logits if d_logits is None else d_logits,
+        VOCAB=vocab, BLOCK=min(LOGPROB_BLOCK, triton.next_power_of_2(vocab)), GRADS=d_logits is not None, num_warps=8,
+    )  # fmt: skip
+    return logprobs, entropies
