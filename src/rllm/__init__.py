@@ -25,6 +25,8 @@ _HOMES = {
     "load_config": "rllm.config.load",
     "Dataset": "rllm.data.dataset",
     "load_dataset": "rllm.data.dataset",
+    "register_advantage": "rllm.algorithms.advantages",
+    "register_loss": "rllm.algorithms.losses",
     "AgentTrainer": "rllm.trainer",
     "evaluate": "rllm.trainer",
     "UserError": "rllm.errors",
@@ -32,6 +34,8 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
+    from rllm.algorithms.advantages import register_advantage as register_advantage
+    from rllm.algorithms.losses import register_loss as register_loss
     from rllm.config.load import load_config as load_config
     from rllm.config.schema import Config as Config
     from rllm.data.dataset import Dataset as Dataset

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rllm.algorithms.spec import Std
 from rllm.config.names import ESTIMATORS as KNOWN
-from rllm.config.names import check_new_name
+from rllm.config.names import GROUP_RELATIVE, check_new_name
 from rllm.errors import ConfigError
 
 
@@ -32,8 +32,6 @@ Estimator = Callable[[Sequence[RewardGroup], Std], list[list[float]]]
 EQUAL_REWARDS = 1e-9
 
 ESTIMATORS: dict[str, Estimator] = {}
-GROUP_RELATIVE: set[str] = set()
-"""Estimators that compare inside a group: they need at least two, and learn nothing from equal rewards."""
 
 
 def register_advantage(name: str, *, group_relative: bool = False) -> Callable[[Estimator], Estimator]:
@@ -47,7 +45,8 @@ def register_advantage(name: str, *, group_relative: bool = False) -> Callable[[
     def register(fn: Estimator) -> Estimator:
         check_new_name(name, KNOWN, "advantage estimator")
         KNOWN[name] = fn.__doc__ or "registered by the user"
-        _add(name, fn, group_relative)
+        ESTIMATORS[name] = fn
+        (GROUP_RELATIVE.add if group_relative else GROUP_RELATIVE.discard)(name)
         return fn
 
     return register
@@ -179,13 +178,7 @@ def _whiten_batch(groups: Sequence[RewardGroup], values: Sequence[Sequence[float
     return [[next(whitened) for _ in part] for part in values]
 
 
-def _add(name: str, fn: Estimator, group_relative: bool) -> None:
-    ESTIMATORS[name] = fn
-    if group_relative:
-        GROUP_RELATIVE.add(name)
-
-
-for _fn in (grpo, dr_grpo, rloo, opo, reinforce_plus_plus_baseline):
-    _add(_fn.__name__, _fn, group_relative=True)
-for _fn in (reinforce, reinforce_plus_plus, prpo):
-    _add(_fn.__name__, _fn, group_relative=False)
+ESTIMATORS |= {
+    fn.__name__: fn
+    for fn in (grpo, dr_grpo, rloo, opo, reinforce, reinforce_plus_plus, reinforce_plus_plus_baseline, prpo)
+}

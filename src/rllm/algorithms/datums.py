@@ -5,16 +5,18 @@ Works on token ids alone: what was sampled is what is trained, and nothing is ev
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rllm.algorithms.advantages import GROUP_RELATIVE, RewardGroup, estimate, is_uniform, returns
+from rllm.algorithms.advantages import RewardGroup, estimate, is_uniform, returns
 from rllm.algorithms.grouping import Accounting
 from rllm.algorithms.spec import Datum, Std
-from rllm.errors import DataError
+from rllm.config.names import GROUP_RELATIVE
+from rllm.errors import ConfigError, DataError
 from rllm.types import Step, Trajectory, TrajectoryGroup
 
 Advantage = float | list[float]
@@ -111,6 +113,18 @@ def build_datums(
         data += rows
         account.trained += 1
     return data
+
+
+def check_role_names(groups: Sequence[TrajectoryGroup], per_role: Collection[str]) -> None:
+    """Raise a `ConfigError` if ``algorithm.per_role`` names a role that no trajectory has: its settings would do nothing."""
+    roles = {group.role for group in groups}
+    unknown = sorted(set(per_role) - roles)
+    if roles and unknown:
+        near = difflib.get_close_matches(unknown[0], roles, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"algorithm.per_role: no trajectory has the role {unknown[0]!r}; the roles are {', '.join(sorted(roles))}{hint}"
+        )
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class LossSpec:
 
 
 Losses = LossSpec | Mapping[str, LossSpec]
-"""One loss for all rows, or one for each role; the key `default` stands for the roles that are not named."""
+"""One loss for all rows, or one for each role; the key "" stands for the roles that are not named."""
 
 
 def loss_of(losses: Losses, role: str) -> LossSpec:
@@ -81,6 +81,6 @@ def loss_of(losses: Losses, role: str) -> LossSpec:
         return losses
     if role in losses:
         return losses[role]
-    if "default" in losses:
-        return losses["default"]
+    if "" in losses:
+        return losses[""]
     raise KeyError(f"no loss for role {role!r}; there are losses for {', '.join(losses)}")

@@ -163,9 +163,7 @@ CAPABILITIES: dict[str, Capabilities] = {
     "local": Capabilities(
         full_finetuning=True,
         top_p_in_training=False,
-        losses=frozenset(
-            {"ppo_clip", "importance_sampling", "cispo", "gspo", "dro", "reinforce", "cross_entropy"}
-        ),
+        losses=frozenset({"ppo_clip", "importance_sampling", "cispo", "gspo", "dro", "reinforce", "cross_entropy"}),
         devices=frozenset({"cpu", "cuda"}),
     ),
 }

@@ -21,6 +21,8 @@ ESTIMATORS: dict[str, str] = {
     "prpo": "r whitened over the role's samples",
     "precomputed": "what the steps carry in Step.advantage",
 }
+GROUP_RELATIVE: set[str] = {"grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline"}
+"""Estimators that compare inside a group: they need at least two, and learn nothing from equal rewards."""
 LOSSES: dict[str, str] = {
     "ppo_clip": "-min(ratio A, clip(ratio) A), dual clip",
     "importance_sampling": "-ratio A",
@@ -37,8 +39,8 @@ AGGREGATIONS: dict[str, str] = {
     "seq-mean-token-mean": "mean over rows of the mean over tokens",
     "seq-mean-token-sum-norm": "mean over rows of the sum over tokens / loss_scale_factor",
 }
-LOSS_OPTIONS: dict[str, tuple[str, ...]] = {"dro": ("beta",)}
-"""Keys of ``algorithm.loss_options`` that a built-in loss reads."""
+LOSS_OPTIONS: dict[str, tuple[str, ...]] = {name: ("beta",) if name == "dro" else () for name in LOSSES}
+"""Keys of ``algorithm.loss_options`` that each built-in loss reads."""
 
 _CRITIC = "it needs a critic, and none is trained here"
 _ROLLOUTS = "it needs a greedy rollout more for every task"

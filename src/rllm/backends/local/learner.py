@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from rllm.algorithms.losses import Tokens, kl_terms, token_loss, token_weights
 from rllm.algorithms.spec import Losses, loss_of
 from rllm.backends.base import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, AdamParams, Datum, LossSpec, initial_of
-from rllm.backends.local.sums import Sums
 from rllm.backends.local.model import Decoder, LowRank, PackedCausal
+from rllm.backends.local.sums import Sums
 from rllm.lora.adapter import LoraAdapter
 
 # Tokens x vocabulary held at once when logits are turned into log-probabilities (float32: 64 MiB).
@@ -314,4 +314,3 @@ def _float32_masters(model: Decoder) -> dict[torch.nn.Parameter, torch.nn.Parame
     if model.dtype == torch.float32:
         return {}
     return {p: torch.nn.Parameter(p.detach().float()) for p in model.parameters()}
-
