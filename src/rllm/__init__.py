@@ -25,6 +25,7 @@ _HOMES = {
     "load_config": "rllm.config.load",
     "Dataset": "rllm.data.dataset",
     "load_dataset": "rllm.data.dataset",
+    "combine_rewards": "rllm.rewards.combine",
     "register_advantage": "rllm.algorithms.advantages",
     "register_loss": "rllm.algorithms.losses",
     "AgentTrainer": "rllm.trainer",
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from rllm.flow import Workflow as Workflow
     from rllm.flow import evaluator as evaluator
     from rllm.flow import rollout as rollout
+    from rllm.rewards.combine import combine_rewards as combine_rewards
     from rllm.trainer import AgentTrainer as AgentTrainer
     from rllm.trainer import evaluate as evaluate
     from rllm.types import AgentConfig as AgentConfig
