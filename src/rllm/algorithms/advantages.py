@@ -42,8 +42,9 @@ def register_advantage(name: str, *, group_relative: bool = False) -> Callable[[
     Raises `ConfigError` for a name that is taken.
     """
 
+    check_new_name(name, KNOWN, "advantage estimator")
+
     def register(fn: Estimator) -> Estimator:
-        check_new_name(name, KNOWN, "advantage estimator")
         KNOWN[name] = fn.__doc__ or "registered by the user"
         ESTIMATORS[name] = fn
         (GROUP_RELATIVE.add if group_relative else GROUP_RELATIVE.discard)(name)

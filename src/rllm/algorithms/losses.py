@@ -56,8 +56,9 @@ def register_loss(name: str) -> Callable[[TokenLoss], TokenLoss]:
     Its settings are those of `LossSpec`; numbers of its own come from ``algorithm.loss_options``. Raises `ConfigError` for a name
     that is taken."""
 
+    check_new_name(name, KNOWN, "loss")
+
     def register(fn: TokenLoss) -> TokenLoss:
-        check_new_name(name, KNOWN, "loss")
         KNOWN[name] = fn.__doc__ or "registered by the user"
         LOSSES[name] = fn
         return fn
