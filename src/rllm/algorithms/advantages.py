@@ -120,7 +120,7 @@ def dr_grpo(groups: Sequence[RewardGroup], std: Std = "none") -> list[list[float
 
 
 def rloo(groups: Sequence[RewardGroup], std: Std = "none") -> list[list[float]]:
-    """The reward less the mean of the group's other rewards, ``n / (n - 1) (r - mean)`` (Ahmadian et al. 2024, eq. 8)."""
+    """The reward less the mean of the group's other rewards, ``n / (n - 1) (r - mean)`` (Ahmadian et al. 2024)."""
     return [
         [a * len(group.rewards) / (len(group.rewards) - 1) for a in centred] if len(centred) > 1 else centred
         for group, centred in zip(groups, grpo(groups, "none"), strict=True)
@@ -128,7 +128,7 @@ def rloo(groups: Sequence[RewardGroup], std: Std = "none") -> list[list[float]]:
 
 
 def opo(groups: Sequence[RewardGroup], std: Std = "none") -> list[list[float]]:
-    """The reward less the group's mean weighted by length, ``r - sum(l r) / sum(l)`` (Hao et al. 2025, OPO, sec. 3.2)."""
+    """The reward less the group's mean weighted by length, ``r - sum(l r) / sum(l)`` (Hao et al. 2025, OPO)."""
     result: list[list[float]] = []
     for group in groups:
         total = sum(group.lengths)

@@ -85,7 +85,7 @@ def log_ratio(tokens: Tokens) -> Tensor:
 
 def clipped_surrogate(spec: LossSpec, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Statistics]:
     """``-min(r A, clip(r, 1 - low, 1 + high) A)`` (Schulman et al. 2017, eq. 7; two bounds as in DAPO, Yu et al. 2025), and with
-    `spec.clip_c` > 0, where A < 0, at most ``-c A`` (dual clip, Ye et al. 2020, eq. 5).
+    `spec.clip_c` > 0, where A < 0, at most ``-c A`` (dual clip, Ye et al. 2020).
 
     Statistics: ``clip_fraction`` is 1 where no gradient flows because of a bound, ``clip_fraction_dual`` where that is the dual one.
     """
@@ -112,7 +112,7 @@ def gspo(spec: LossSpec, tokens: Tokens) -> tuple[Tensor, Statistics]:
     """The clipped surrogate on the length-normalised ratio of the whole row, ``s = exp(mean over its tokens of logp - old)``
     (Zheng et al. 2025, GSPO, eq. 5 and 7).
 
-    Written in the paper's token form (eq. 13): every token has the value ``s`` and the gradient of its own log-probability times
+    Written in the paper's token form (GSPO-token): every token has the value ``s`` and the gradient of its own log-probability times
     ``s``. With one advantage a row that is, in value and gradient, the sequence form; it also takes advantages that differ.
     """
     sequence = tokens.row_mean((tokens.logprobs - tokens.old).detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -127,7 +127,7 @@ def importance_sampling(spec: LossSpec, tokens: Tokens) -> tuple[Tensor, Statist
 
 
 def cispo(spec: LossSpec, tokens: Tokens) -> tuple[Tensor, Statistics]:
-    """``-stop_gradient(clip(r, 1 - low, 1 + high)) A logp`` (MiniMax 2025, CISPO, eq. 4): clipping bounds a token's weight, and no
+    """``-stop_gradient(clip(r, 1 - low, 1 + high)) A logp`` (MiniMax 2025, CISPO): clipping bounds a token's weight, and no
     token loses its gradient. ``clip_fraction`` is the share of weights at a bound."""
     ratio = torch.exp(log_ratio(tokens)).detach()
     weight = ratio.clamp(1.0 - spec.clip_low, 1.0 + spec.clip_high)
@@ -136,7 +136,7 @@ def cispo(spec: LossSpec, tokens: Tokens) -> tuple[Tensor, Statistics]:
 
 
 def dro(spec: LossSpec, tokens: Tokens) -> tuple[Tensor, Statistics]:
-    """``-(logp A - beta / 2 (logp - old)^2)`` (Richemond et al. 2024, DRO, eq. 6, per token); beta is
+    """``-(logp A - beta / 2 (logp - old)^2)`` (Richemond et al. 2024, DRO, per token); beta is
     ``algorithm.loss_options.beta``, 0.05 by default."""
     difference = tokens.logprobs - tokens.old
     penalty = 0.5 * spec.options.get("beta", DRO_BETA) * difference.square()
