@@ -10,14 +10,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rllm.algorithms.datums import build_datums
+from rllm.algorithms.datums import build_datums, check_role_names
 from rllm.algorithms.grouping import Accounting, group_by_role, usable_trajectories
 from rllm.algorithms.metrics import episode_metrics, reward_metrics, validation_metrics
-from rllm.backends.base import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, AdamParams, Backend, LossSpec
+from rllm.backends.base import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, AdamParams, Backend, Losses, LossSpec
 from rllm.config.load import Resolved, load_config
 from rllm.config.schema import Config
 from rllm.data.dataset import Dataset, load_dataset
@@ -144,12 +144,17 @@ class _Run:
         rolled_out = time.monotonic()
         account = Accounting()
         groups = group_by_role(usable_trajectories(episodes, account))
+        if self.step == 1:
+            check_role_names(groups, config.algorithm.per_role)
         data = build_datums(
             groups,
             account,
             estimator=config.algorithm.adv_estimator,
             std=config.algorithm.grpo_std,
             zero_std=config.algorithm.zero_std,
+            stepwise=config.algorithm.stepwise,
+            gamma=config.algorithm.gamma,
+            per_role={role: own.adv_estimator for role, own in config.algorithm.per_role.items() if own.adv_estimator},
         )
         account.check()
         self.account.add(account)
@@ -311,9 +316,23 @@ def create_backend(config: Config) -> Backend:
     return LocalBackend.create(config)
 
 
-def loss_spec(config: Config) -> LossSpec:
-    a = config.algorithm
-    return LossSpec(name=a.loss, clip_low=a.clip_ratio_low, clip_high=a.clip_ratio_high, aggregation=a.loss_agg_mode)
+def loss_spec(config: Config) -> Losses:
+    """The loss of all rows; one for each role, "" for the others, where ``algorithm.per_role`` names any."""
+    a, r = config.algorithm, config.rollout
+    loss = LossSpec(
+        name=a.loss,
+        clip_low=a.clip_ratio_low,
+        clip_high=a.clip_ratio_high,
+        clip_c=a.clip_ratio_c,
+        aggregation=a.loss_agg_mode,
+        norm=a.loss_scale_factor or float(r.max_tokens or config.data.max_response_length),
+        kl_beta=a.kl_beta,
+        kl_estimator=a.kl_estimator,
+        entropy_coeff=a.entropy_coeff,
+        options=a.loss_options,
+    )
+    own = {role: replace(loss, name=settings.loss) for role, settings in a.per_role.items() if settings.loss}
+    return {"": loss} | own if own else loss
 
 
 def adam_params(config: Config) -> AdamParams:

@@ -133,10 +133,43 @@ def test_other_tools_words_for_off_and_default_are_understood(override, found):
 
 
 @pytest.mark.parametrize(
+    ("override", "field", "value"),
+    [
+        (f"{ACTOR}.clip_ratio_c=10", "clip_ratio_c", 10),
+        (f"{ACTOR}.entropy_coeff=0.01", "entropy_coeff", 0.01),
+        (f"{ACTOR}.kl_loss_type=low_var_kl", "kl_estimator", "k3"),
+        (f"{ACTOR}.kl_loss_type=low_var_kl+", "kl_estimator", "k3+"),
+        (f"{ACTOR}.kl_loss_type=kl", "kl_estimator", "k1"),
+        (f"{ACTOR}.kl_loss_type=mse", "kl_estimator", "k2"),
+        (f"{ACTOR}.policy_loss.loss_mode=vanilla", "loss", "ppo_clip"),
+        (f"{ACTOR}.policy_loss.loss_mode=gspo", "loss", "gspo"),
+        (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", "loss_agg_mode", "seq-mean-token-sum-norm"),
+        (f"{ACTOR}.loss_scale_factor=1024", "loss_scale_factor", 1024),
+        ("algorithm.loss_agg_mode=sum-norm", "loss_agg_mode", "seq-mean-token-sum-norm"),
+        ("algorithm.adv_estimator=reinforce++-baseline", "adv_estimator", "reinforce_plus_plus_baseline"),
+        ("rllm.algorithm.adv_estimator=reinforce++", "adv_estimator", "reinforce_plus_plus"),
+        ("rllm.algorithm.loss_fn=ppo", "loss", "ppo_clip"),
+        ("rllm.algorithm.use_precomputed_advantage=True", "adv_estimator", "precomputed"),
+        ("rllm.algorithm.use_precomputed_advantage=False", "adv_estimator", "grpo"),
+    ],
+)
+def test_verls_words_for_the_algorithm_are_ours(override, field, value):
+    assert getattr(config(override).algorithm, field) == value
+
+
+def test_stepwise_advantages_need_their_switch_as_in_rllm():
+    on, off, mode = ("rllm.stepwise_advantage." + text for text in ("enable=True", "enable=False", "mode=per_step"))
+    assert config(on, mode).algorithm.stepwise == "per_step"
+    assert config(mode, off).algorithm.stepwise == config(off, mode).algorithm.stepwise == "broadcast"
+    assert config(on).algorithm.stepwise == "broadcast"
+    with pytest.raises(ConfigError, match="allowed are true and false"):
+        config("rllm.stepwise_advantage.enable=perhaps")
+
+
+@pytest.mark.parametrize(
     ("override", "allowed"),
     [
         ("algorithm.use_kl_in_reward=True", "false"),
-        (f"{ACTOR}.entropy_coeff=0.01", "0"),
         (f"{ACTOR}.ppo_epochs=2", "1"),
         (f"{ACTOR}.optim.lr_warmup_steps=10", "-1 | 0 | null"),
         (f"{ROLLOUT}.top_k=20", "-1 | 0 | null"),

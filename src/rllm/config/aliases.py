@@ -46,6 +46,11 @@ ALIASES: dict[str, str] = {
     f"{ACTOR}.loss_agg_mode": "algorithm.loss_agg_mode",
     f"{ACTOR}.kl_loss_coef": "algorithm.kl_beta",
     f"{ACTOR}.use_kl_loss": "algorithm.kl_beta",  # see settle_kl
+    f"{ACTOR}.kl_loss_type": "algorithm.kl_estimator",
+    f"{ACTOR}.clip_ratio_c": "algorithm.clip_ratio_c",
+    f"{ACTOR}.entropy_coeff": "algorithm.entropy_coeff",
+    f"{ACTOR}.loss_scale_factor": "algorithm.loss_scale_factor",
+    f"{ACTOR}.policy_loss.loss_mode": "algorithm.loss",
     f"{ROLLOUT}.temperature": "rollout.temperature",
     f"{ROLLOUT}.top_p": "rollout.top_p",
     f"{ROLLOUT}.n": "rollout.n",
@@ -80,6 +85,9 @@ ALIASES: dict[str, str] = {
     "rllm.trainer.experiment_name": "trainer.experiment_name",
     "rllm.algorithm.adv_estimator": "algorithm.adv_estimator",
     "rllm.algorithm.norm_adv_by_std_in_grpo": "algorithm.grpo_std",
+    "rllm.algorithm.use_precomputed_advantage": "algorithm.adv_estimator",  # see settle_advantages
+    "rllm.stepwise_advantage.enable": "algorithm.stepwise",  # see settle_advantages
+    "rllm.stepwise_advantage.mode": "algorithm.stepwise",
     "rllm.algorithm.kl_beta": "algorithm.kl_beta",
     "rllm.algorithm.loss_fn": "algorithm.loss",
     "rllm.algorithm.loss_agg_mode": "algorithm.loss_agg_mode",
@@ -103,6 +111,24 @@ TRANSLATED: dict[str, dict[Any, Any]] = {
     "trainer.test_freq": {-1: 0},
     "trainer.save_freq": {-1: 0},
     "trainer.total_steps": {-1: None},
+    "algorithm.adv_estimator": {
+        "reinforce++": "reinforce_plus_plus",
+        "reinforce++-baseline": "reinforce_plus_plus_baseline",
+        "reinforce++_baseline": "reinforce_plus_plus_baseline",
+        "grpo_vectorized": "grpo",
+        "rloo_vectorized": "rloo",
+    },
+    "algorithm.loss": {"vanilla": "ppo_clip", "ppo": "ppo_clip"},
+    "algorithm.loss_agg_mode": {"sum-norm": "seq-mean-token-sum-norm"},
+    "algorithm.kl_estimator": {
+        "kl": "k1",
+        "kl+": "k1+",
+        "mse": "k2",
+        "mse+": "k2",
+        "k2+": "k2",
+        "low_var_kl": "k3",
+        "low_var_kl+": "k3+",
+    },
 }
 STD_BY_FLAG = {True: "sample", False: "none"}
 
@@ -149,8 +175,6 @@ NO_EFFECT: dict[str, str] = {
     f"{ACTOR}.ppo_max_token_len_per_gpu": _ONE_UPDATE,
     f"{ACTOR}.use_dynamic_bsz": _ONE_UPDATE,
     f"{ACTOR}.ulysses_sequence_parallel_size": _PLACEMENT,
-    f"{ACTOR}.clip_ratio_c": "the loss is clipped on one side of the ratio only, without a dual clip",
-    f"{ACTOR}.kl_loss_type": _KL_OFF,
     f"{ACTOR}.use_torch_compile": _ENGINE,
     f"{ACTOR}.checkpoint.": "a run saves the adapter (or, without LoRA, the model)",
     "actor_rollout_ref.ref.": "the reference policy is the same model with the adapter off",
@@ -166,7 +190,6 @@ NO_EFFECT: dict[str, str] = {
     "custom_reward_function.": _EVALUATOR,
     "algorithm.kl_ctrl.": _KL_OFF,
     "algorithm.kl_penalty": _KL_OFF,
-    "algorithm.gamma": "group-relative advantages use no discount",
     "algorithm.lam": "group-relative advantages use no discount",
     "data.gen_batch_size": "the batch is data.train_batch_size",
     "data.val_batch_size": "validation runs all tasks; rollout.max_concurrency bounds how many at once",
@@ -192,7 +215,6 @@ NO_EFFECT: dict[str, str] = {
     "rllm.trainer.project_name": "a run is a folder under trainer.run_dir, named by trainer.experiment_name",
     "rllm.workflow.use_workflow": "flows and workflows run the same way",
     "rllm.workflow.raise_on_error": "rollout.max_failed_fraction decides when failures stop the run",
-    "rllm.stepwise_advantage.": "every step of a trajectory gets its advantage",
     "rllm.compact_filtering.": "failed episodes are never trained",
     "rllm.disable_thinking": "the chat template decides",
     "rllm.agent.": "flows carry their own agents",
@@ -201,7 +223,6 @@ NO_EFFECT: dict[str, str] = {
 
 # Keys that are accepted at the values that say what is done here anyway, and refused at any other.
 ONLY: dict[str, tuple[Any, ...]] = {
-    f"{ACTOR}.entropy_coeff": (0,),
     f"{ACTOR}.ppo_epochs": (1,),
     f"{ACTOR}.optim.lr_warmup_steps": (-1, 0, None),
     f"{ACTOR}.optim.lr_warmup_steps_ratio": (0, None),
@@ -215,7 +236,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     f"{MODEL}.lora.dropout": (0,),
     f"{MODEL}.lora.merge": (False,),
     "algorithm.use_kl_in_reward": (False,),
-    "rllm.algorithm.use_precomputed_advantage": (False,),
+    "rllm.stepwise_advantage.normalize_by_steps": (False,),
     "rllm.algorithm.lr_schedule": ("constant",),
     "rllm.algorithm.warmup_steps": (-1, 0),
     "rllm.algorithm.warmup_steps_ratio": (0,),
@@ -256,6 +277,8 @@ HINTS: dict[str, str] = {
 }
 
 USE_KL, KL_COEF = f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"
+STEPWISE, STEPWISE_MODE = "rllm.stepwise_advantage.enable", "rllm.stepwise_advantage.mode"
+PRECOMPUTED = "rllm.algorithm.use_precomputed_advantage"
 VERL_KL_COEF = 0.001
 VLLM_MAX_RANK = 512
 
@@ -281,6 +304,26 @@ def settle_kl(entries: Sequence[Entry]) -> list[Entry]:
     return [entry for entry in settled if entry.key not in dropped or (entry.key == USE_KL and entry.value is beta)]
 
 
+def settle_advantages(entries: Sequence[Entry]) -> list[Entry]:
+    """rLLM has switches where one word says it here: stepwise advantages that are not enabled are broadcast, whatever their mode, and
+    precomputed advantages are an estimator."""
+    settled = list(entries)
+    for key, on, other in ((STEPWISE, None, STEPWISE_MODE), (PRECOMPUTED, "precomputed", None)):
+        switch = next((entry for entry in reversed(settled) if entry.key == key), None)
+        if switch is None:
+            continue
+        if not isinstance(switch.value, bool):
+            raise ConfigError(f"{switch.source}: {key}={switch.value!r}: allowed are true and false")
+        word = on if switch.value else "broadcast" if key == STEPWISE else None
+        dropped = {key} if switch.value or other is None else {key, other}
+        settled = [
+            replace(entry, value=word, raw=None) if entry is switch and word else entry
+            for entry in settled
+            if entry.key not in dropped or (entry is switch and word)
+        ]
+    return settled
+
+
 def check_engine_rank(entries: Sequence[Entry], ranks: Mapping[str, int]) -> None:
     """A script that names vLLM as its rollout engine must stay one that vLLM can run, so a rank it cannot serve is refused here too."""
     name = next((entry for entry in reversed(entries) if entry.key == f"{ROLLOUT}.name"), None)
@@ -299,7 +342,7 @@ def translated(field: str, key: str, value: Any) -> Any:
     if field == "algorithm.grpo_std" and key != field and isinstance(value, bool):
         return STD_BY_FLAG[value]
     words: Mapping[Any, Any] = TRANSLATED.get(field, {})
-    plain = isinstance(value, int) and not isinstance(value, bool)
+    plain = isinstance(value, (int, str)) and not isinstance(value, bool)
     return words[value] if plain and value in words else value
 
 

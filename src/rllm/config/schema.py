@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from rllm.config.names import AGGREGATIONS, ESTIMATORS, LOSSES
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 ROLE_NAME = r"[A-Za-z0-9._-]{1,64}"
 # Names that mean something else where an adapter is named.
@@ -215,19 +217,70 @@ class OptimConfig(Section):
     grad_clip: float = Field(default=1.0, ge=0, description="Global gradient norm limit; 0: off")
 
 
+class RoleAlgorithm(Section):
+    """What one role does otherwise than the others."""
+
+    adv_estimator: str | None = Field(default=None, description="Advantage estimator of the role")
+    loss: str | None = Field(default=None, description="Policy loss of the role")
+
+
 class AlgorithmConfig(Section):
-    adv_estimator: str = Field(default="grpo", description="Advantage estimator: grpo | reinforce")
+    adv_estimator: str = Field(default="grpo", description=f"Advantage estimator: {' | '.join(ESTIMATORS)}")
     grpo_std: Literal["sample", "population", "none"] = Field(
-        default="sample", description="GRPO divides by: sample std (ddof=1) | population std | nothing"
+        default="sample",
+        description="Estimators that normalise divide by: sample std (ddof=1) | population std | nothing",
     )
     zero_std: Literal["drop", "keep"] = Field(
         default="drop", description="Groups whose rewards are all equal: drop (counted) or keep with advantage 0"
     )
-    loss: str = Field(default="ppo_clip", description="Policy loss: ppo_clip")
-    loss_agg_mode: str = Field(default="token-mean", description="How token losses are averaged: token-mean")
-    clip_ratio_low: float = Field(default=0.2, ge=0, description="PPO clip below 1")
-    clip_ratio_high: float = Field(default=0.2, ge=0, description="PPO clip above 1")
+    stepwise: Literal["broadcast", "per_step"] = Field(
+        default="broadcast",
+        description="All steps of a trajectory share its advantage | each step's own return is compared with those of its index",
+    )
+    gamma: Fraction = Field(
+        default=1.0, description="Discount of later steps in a step's return (stepwise=per_step; 0: own reward only)"
+    )
+    per_role: dict[str, RoleAlgorithm] = Field(
+        default_factory=dict,
+        description="Other estimators or losses for some roles: {judge: reinforce} or {judge: {adv_estimator: rloo, loss: gspo}}",
+    )
+    loss: str = Field(default="ppo_clip", description=f"Policy loss: {' | '.join(LOSSES)}")
+    loss_options: dict[str, float] = Field(
+        default_factory=dict, description="Numbers for single losses: {beta: 0.05} of dro, or those of your own loss"
+    )
+    loss_agg_mode: str = Field(
+        default="token-mean", description=f"How token losses become one number: {' | '.join(AGGREGATIONS)}"
+    )
+    loss_scale_factor: float | None = Field(
+        default=None,
+        gt=0,
+        description="Constant of seq-mean-token-sum-norm; default: the most tokens of a completion",
+    )
+    clip_ratio_low: float = Field(default=0.2, ge=0, description="Ratios are clipped below 1 by this much")
+    clip_ratio_high: float = Field(default=0.2, ge=0, description="Ratios are clipped above 1 by this much")
+    clip_ratio_c: float = Field(
+        default=3.0, ge=0, description="Dual clip: with A < 0 the loss is at most this times -A; above 1, or 0: off"
+    )
     kl_beta: float = Field(default=0.0, ge=0, description="Weight of the KL term to the reference policy (0: none)")
+    kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = Field(
+        default="k3", description="Estimator of the KL term; k1+ and k3+ have the gradient of k2"
+    )
+    entropy_coeff: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus (0: none)")
+
+    @field_validator("per_role", mode="before")
+    @classmethod
+    def _short_roles(cls, value: Any) -> Any:
+        """``{judge: reinforce}`` says ``{judge: {adv_estimator: reinforce}}``."""
+        if not isinstance(value, dict):
+            return value
+        return {role: {"adv_estimator": own} if isinstance(own, str) else own for role, own in value.items()}
+
+    @field_validator("clip_ratio_c")
+    @classmethod
+    def _above_one_or_off(cls, value: float) -> float:
+        if 0 < value <= 1:
+            raise ValueError("a dual clip at or below 1 would stop every gradient; give more than 1, or 0 for none")
+        return value
 
 
 class TrainerConfig(Section):

@@ -29,8 +29,8 @@ def rows(temperature=0.8, n=6, seed=0, adapter="default"):
                 mask,
                 [advantage * m for m in mask],
                 [x * m for x, m in zip(noise, mask, strict=True)],
-                temperature,
-                adapter,
+                temperature=temperature,
+                adapter=adapter,
             )
         )
     return data

@@ -23,7 +23,7 @@ from rllm.backends.base import (
     AdamParams,
     Completion,
     Datum,
-    LossSpec,
+    Losses,
     Probe,
     SamplingParams,
     initial_of,
@@ -100,7 +100,7 @@ class LocalBackend:
     ) -> Completion:
         return await self.engine.sample(prompt_ids, params, adapter)
 
-    def forward_backward(self, data: Sequence[Datum], loss: LossSpec) -> dict[str, float]:
+    def forward_backward(self, data: Sequence[Datum], loss: Losses) -> dict[str, float]:
         return self.learner.forward_backward(data, loss)
 
     def logprobs(
