@@ -6,7 +6,7 @@ import pytest
 
 from rllm.backends.local.loading import DEFAULT_MODEL, load_tokenizer
 from rllm.errors import ConfigError, DataError
-from rllm.sft import SftConfig, SftOptimConfig, batches, encode_chat, encode_files, learning_rate, run_sft
+from rllm.sft import SftConfig, batches, encode_chat, encode_files, run_sft
 
 
 @pytest.fixture(scope="module")
@@ -79,16 +79,6 @@ def test_every_chat_is_in_every_epoch_once():
     stream = batches(chats, batch_tokens=6, seed=0)
     epochs = [[datum.ids[0] for _ in range(4) for datum in next(stream)] for _ in range(2)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 2 and epochs[0] != epochs[1]
-
-
-def test_learning_rate_rises_then_follows_its_schedule():
-    def rates(schedule):
-        optim = SftOptimConfig(lr=1.0, schedule=schedule, warmup_ratio=0.2, min_lr_ratio=0.1)
-        return [round(learning_rate(p, optim), 6) for p in (0.1, 0.2, 0.6, 1.0)]
-
-    assert rates("constant") == [0.5, 1.0, 1.0, 1.0]
-    assert rates("linear") == [0.5, 1.0, 0.55, 0.1]
-    assert rates("cosine") == [0.5, 1.0, 0.55, 0.1]
 
 
 @pytest.mark.parametrize("rank", [0, 8])

@@ -127,7 +127,6 @@ MISTAKES = [
     ("algorithm.grpo_std=pop", r"sample \| population \| none"),
     ("algorithm.loss=ppo", r"algorithm\.loss=ppo: unknown"),
     ("algorithm.loss_agg_mode=seq-mean-token-mean", r"not built yet"),
-    ("algorithm.kl_beta=0.1", r"kl_beta=0\.1: the KL term is not built yet"),
     ("backend=tinkr", r"backend=tinkr: .*local"),
     ("model.dtype=fp16", r"auto \| float32 \| bfloat16"),
     ("gateway.port=70000", r"less than or equal to 65535"),

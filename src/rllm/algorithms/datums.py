@@ -32,6 +32,7 @@ def rows_of(trajectory: Trajectory, advantage: float) -> list[Datum]:
         row = rows[-1] if rows else None
         if row is None or not _extends(step, row):
             row = Datum(ids=[], mask=[], temperature=step.temperature, adapter=step.adapter, role=trajectory.role)
+            row.call = step.id
             rows.append(row)
         _append(row, step, advantage)
     return rows

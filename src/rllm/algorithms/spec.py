@@ -28,7 +28,7 @@ class Datum:
     `ids[:t]`. `mask[t]` is 1 where the token was sampled by the policy and is trained, else 0 (`mask[0]` must be 0).
     `advantages`, `logprobs` (of the sampler) are 0 where the mask is 0. Where the three optional lists are empty: `old_logprobs`
     (of the policy that the ratio of the loss is taken to) are `logprobs`, `weights` (on each token's policy loss) are 1, and there is
-    no KL term to `ref_logprobs` (of the reference policy)."""
+    no KL term to `ref_logprobs` (of the reference policy). `call` is the id of the row's first step."""
 
     ids: list[int]
     mask: list[int]
@@ -40,6 +40,7 @@ class Datum:
     temperature: float = 1.0
     adapter: str = DEFAULT_ADAPTER
     role: str = ""
+    call: str = ""
 
     @property
     def n_trained(self) -> int:
