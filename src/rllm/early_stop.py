@@ -7,12 +7,29 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rllm.config.schema import EarlyStopConfig
+from rllm.config.schema import Config, EarlyStopConfig
 from rllm.errors import ConfigError
+
+
+def check_early_stop(config: Config, val_tasks: Sequence[Any] | None, total: int) -> None:
+    """Raise a `ConfigError` if ``trainer.early_stop`` would never see a validation in a run of `total` steps."""
+    t = config.trainer
+    if t.early_stop.metric is None or t.val_only:
+        return
+    found = f"trainer.early_stop.metric={t.early_stop.metric}"
+    if val_tasks is None:
+        raise ConfigError(
+            f"{found}: there are no validation tasks; give val_dataset=, or data.val_files=<file or built-in name>"
+        )
+    if t.test_freq > total:
+        raise ConfigError(
+            f"{found} with trainer.test_freq={t.test_freq}: the run has {total} steps, so its first validation never comes; lower "
+            "trainer.test_freq"
+        )
 
 
 @dataclass

@@ -23,7 +23,7 @@ from rllm.collect import collect
 from rllm.config.load import Resolved, load_config
 from rllm.config.schema import Config
 from rllm.data.dataset import Dataset, load_dataset
-from rllm.early_stop import EarlyStop
+from rllm.early_stop import EarlyStop, check_early_stop
 from rllm.errors import ConfigError, DataError, ModelError, RunError
 from rllm.lora.files import match_config_to_adapter
 from rllm.rollouts.batch import Rollouts, stable_seed
@@ -71,11 +71,7 @@ class AgentTrainer:
         """Run to the end (or to Ctrl-C, which saves first) and return what `result.json` holds."""
         if self.train_dataset is None and not self.config.trainer.val_only:
             raise DataError("no training tasks: give train_dataset=, or data.train_files=<file or built-in name>")
-        if self.val_dataset is None and self.config.trainer.early_stop.metric is not None:
-            raise ConfigError(
-                f"trainer.early_stop.metric={self.config.trainer.early_stop.metric}: there are no validation tasks; give "
-                "val_dataset=, or data.val_files=<file or built-in name>"
-            )
+        check_early_stop(self.config, self.val_dataset, total_steps(self.train_dataset, self.config))
         started = time.monotonic()
         folder = RunFolder.create(self.resolved)
         backend = self._given_backend or create_backend(self.config)

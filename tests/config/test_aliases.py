@@ -162,6 +162,14 @@ def test_the_update_is_set_in_verls_and_rllms_words_too():
     assert (tis.rollout_correction.level, tis.rollout_correction.cap) == ("token", 5)
 
 
+@pytest.mark.parametrize("prefix", ["", "rllm."])
+def test_bypassing_the_trainers_logprobs_means_the_samplers(prefix):
+    def chosen(value):
+        return config(f"{prefix}algorithm.rollout_correction.bypass_mode={value}").algorithm.old_logprobs
+
+    assert [chosen(value) for value in ("true", "false", "null")] == ["sampler", "auto", "auto"]
+
+
 @pytest.mark.parametrize(
     ("override", "found"),
     [

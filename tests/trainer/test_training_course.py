@@ -2,13 +2,12 @@
 
 import json
 import re
-import shutil
 
 import pytest
 import torch
 from openai import AsyncOpenAI
 from safetensors.torch import load_file
-from test_trainer import lines, train
+from test_trainer import lines, settings, train
 from transformers import get_scheduler
 
 import rllm
@@ -159,14 +158,12 @@ def tasks_of(split, n):
     return [rllm.Task(f"{split}-{i}", "Say a number.", {"split": split, "data_source": "x"}) for i in range(n)]
 
 
-def stopping(tmp_path, values, steps=6, freq=1, **settings):
-    trainer = {"total_steps": steps, "test_freq": freq, "early_stop": {"metric": "val/x/acc"} | settings}
-    from test_trainer import settings as config_of
-
+def stopping(tmp_path, values, steps=6, freq=1, **stop):
+    trainer = {"total_steps": steps, "test_freq": freq, "early_stop": {"metric": "val/x/acc"} | stop}
     result = rllm.AgentTrainer(
         agent_flow=solver,
         evaluator=scripted(values),
-        config=config_of(tmp_path, trainer=trainer, optim={"lr": 0.01}),
+        config=settings(tmp_path, trainer=trainer, optim={"lr": 0.01}),
         train_dataset=tasks_of("train", 4),
         val_dataset=tasks_of("val", 2),
     ).train()
@@ -209,4 +206,8 @@ def test_early_stop_without_validation_tasks_is_refused_before_anything_is_made(
     with pytest.raises(ConfigError, match=r"there are no validation tasks; give val_dataset="):
         train(tmp_path, val=0, trainer={"test_freq": 1, "early_stop": {"metric": "val/x/acc"}})
     assert not (tmp_path / "runs").exists()
-    shutil.rmtree(tmp_path)
+
+
+def test_early_stop_in_a_run_too_short_to_validate_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"test_freq=5: the run has 2 steps, so its first validation never comes"):
+        train(tmp_path, trainer={"test_freq": 5, "early_stop": {"metric": "val/x/acc"}})

@@ -66,6 +66,7 @@ ALIASES: dict[str, str] = {
     "algorithm.use_kl_in_reward": "algorithm.kl_in_reward",  # see settle_kl
     "algorithm.rollout_correction.rollout_is": "algorithm.rollout_correction.level",
     "algorithm.rollout_correction.rollout_is_threshold": "algorithm.rollout_correction.cap",
+    "algorithm.rollout_correction.bypass_mode": "algorithm.old_logprobs",
     "algorithm.filter_groups.enable": "algorithm.rejection_sampling.enable",
     "algorithm.filter_groups.max_num_gen_batches": "algorithm.rejection_sampling.max_batches",
     "trainer.total_training_steps": "trainer.total_steps",
@@ -101,6 +102,7 @@ ALIASES: dict[str, str] = {
     "rllm.algorithm.warmup_steps_ratio": "optim.warmup_ratio",
     "rllm.algorithm.rollout_correction.tis_mode": "algorithm.rollout_correction.level",
     "rllm.algorithm.rollout_correction.tis_cap": "algorithm.rollout_correction.cap",
+    "rllm.algorithm.rollout_correction.bypass_mode": "algorithm.old_logprobs",
     "rllm.compact_filtering.enable": "algorithm.filter.enable",
     "rllm.compact_filtering.mask_max_prompt_length_exceeded": "algorithm.filter.max_prompt_length_exceeded",
     "rllm.compact_filtering.mask_max_response_length_exceeded": "algorithm.filter.max_response_length_exceeded",
@@ -130,7 +132,10 @@ TRANSLATED: dict[str, dict[Any, Any]] = {
     "trainer.total_steps": {-1: None},
     "optim.warmup_steps": {-1: None},
 }
-STD_BY_FLAG = {True: "sample", False: "none"}
+BY_FLAG: dict[str, dict[bool, str]] = {
+    "algorithm.grpo_std": {True: "sample", False: "none"},
+    "algorithm.old_logprobs": {True: "sampler", False: "auto"},
+}
 
 _NO_GPU_SHARE = "this backend keeps one copy of the model in one process"
 _ONE_UPDATE = "micro-batches never change the result here"
@@ -248,10 +253,8 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "rllm.compact_filtering.mask_timeout": (True,),
     "algorithm.rollout_correction.rollout_rs": (None,),
     "algorithm.rollout_correction.rollout_rs_threshold": (None,),
-    "algorithm.rollout_correction.bypass_mode": (False, None),
     "algorithm.rollout_correction.loss_type": ("ppo_clip",),
     "algorithm.rollout_correction.rollout_is_batch_normalize": (False,),
-    "rllm.algorithm.rollout_correction.bypass_mode": (False, None),
     f"{ACTOR}.optim.num_cycles": (0.5, None),
     "algorithm.kl_ctrl.type": ("fixed",),
 }
@@ -337,8 +340,8 @@ def check_engine_rank(entries: Sequence[Entry], ranks: Mapping[str, int]) -> Non
 
 def translated(field: str, key: str, value: Any) -> Any:
     """`value` in our words, where other tools have a word of their own for "off" or "default"."""
-    if field == "algorithm.grpo_std" and key != field and isinstance(value, bool):
-        return STD_BY_FLAG[value]
+    if field in BY_FLAG and key != field and isinstance(value, bool):
+        return BY_FLAG[field][value]
     words: Mapping[Any, Any] = TRANSLATED.get(field, {})
     plain = isinstance(value, int) and not isinstance(value, bool)
     return words[value] if plain and value in words else value

@@ -128,8 +128,8 @@ def training_notes(config: Config) -> list[str]:
             f"algorithm.mini_batch_size={a.mini_batch_size} is more than the {config.data.train_batch_size} tasks of a step: each step "
             "is one mini-batch"
         )
-    if a.reference == "none" or (a.reference != "base" and not (a.kl_beta or a.kl_in_reward)):
-        notes.append(f"algorithm.reference={a.reference}: there is no KL, so no reference policy is asked")
+    if a.reference == "initial_adapter" and not (a.kl_beta or a.kl_in_reward):
+        notes.append("algorithm.reference=initial_adapter: there is no KL, so no reference policy is asked")
     if not a.filter.enable and list(_not_default(a.filter, FilterConfig())):
         notes.append("algorithm.filter.*: nothing is filtered, as algorithm.filter.enable is false")
     if a.rollout_correction.level == "none":
