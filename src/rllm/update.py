@@ -95,7 +95,7 @@ class PolicyUpdate:
         }
         tokens = sum(row.n_trained for row in rows)
         if tokens:
-            metrics["actor/kl_in_reward"] = -math.fsum(penalties.values()) / a.kl_in_reward / tokens
+            metrics["actor/kl_in_reward"] = 0.0 - math.fsum(penalties.values()) / a.kl_in_reward / tokens
         return shaped, metrics
 
     def needs_trainer(self, several: bool) -> bool:

@@ -180,7 +180,9 @@ def test_a_run_ends_without_a_new_best_and_keeps_the_best_adapter(tmp_path, caps
         "stopped": "val/x/acc has no new best in 2 validations; the best is 0.6 after step 2",
         "kept": "adapter-best",
     }
-    assert "stopped after step 4: val/x/acc has no new best" in re.sub(r"\s+", " ", capsys.readouterr().out)
+    told = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "stopped after step 4: val/x/acc has no new best" in told
+    assert "adapter-best (val/x/acc 0.600 after step 2)" in told
     assert result["val"]["before"]["val/x/acc"] == 0.1 and result["val"]["after"]["val/x/acc"] == 0.6
     best, last = (load_file(folder / name / "adapter_model.safetensors") for name in ("adapter-best", "adapter"))
     assert any(not torch.equal(best[name], last[name]) for name in best)

@@ -133,9 +133,8 @@ class ConsoleTracker:
         stop = result.get("early_stop")
         if stop and stop["kept"]:
             best = f"{stop['metric']} {stop['best']:.3f} after step {stop['best_step']}"
-            self.console.print(
-                f"  best     [bold]{escape(str(self.folder.path / stop['kept']))}[/bold] ({escape(best)})"
-            )
+            kept = escape(str(self.folder.path / stop["kept"]))
+            self.console.print(f"  best     [bold]{kept}[/bold] ({escape(best)})", soft_wrap=True)
         base = self.config.model.path
         if result.get("adapter"):
             start, served = f"lora.adapter_path={path}", f"--model {base} --adapter {path}"
