@@ -143,7 +143,6 @@ MISTAKES = [
     ("algorithm.clip_ratio_c=0.9", r"clip_ratio_c=0\.9: .*more than 1, or 0"),
     ("algorithm.kl_estimator=k4", r"kl_estimator=k4: .*k1 \| k2 \| k3"),
     ("algorithm.entropy_coeff=-1", r"greater than or equal to 0"),
-    ("algorithm.kl_beta=0.1", r"kl_beta=0\.1: the KL term is not built yet"),
     ("backend=tinkr", r"backend=tinkr: .*local"),
     ("model.dtype=fp16", r"auto \| float32 \| bfloat16"),
     ("gateway.port=70000", r"less than or equal to 65535"),

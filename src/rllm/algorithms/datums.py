@@ -42,6 +42,7 @@ def rows_of(trajectory: Trajectory, advantages: Sequence[Advantage | None]) -> l
         row = rows[-1] if rows else None
         if row is None or not _extends(step, row):
             row = Datum(ids=[], mask=[], temperature=step.temperature, adapter=step.adapter, role=trajectory.role)
+            row.call = step.id
             rows.append(row)
         _append(row, step, advantage)
     return [row for row in rows if row.n_trained]

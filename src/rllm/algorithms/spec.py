@@ -33,7 +33,8 @@ class Datum:
     `ids[:t]`. `mask[t]` is 1 where the token was sampled by the policy and is trained, else 0 (`mask[0]` must be 0).
     `advantages`, `logprobs` (of the sampler) are 0 where the mask is 0. Three lists are optional. Where they are empty,
     `old_logprobs` (of the policy that the ratio of the loss is taken to) are `logprobs`, and `weights` (on each token's policy
-    loss) are 1; `ref_logprobs` (of the reference policy) must be there if, and only if, the loss has a KL term."""
+    loss) are 1; `ref_logprobs` (of the reference policy) must be there if, and only if, the loss has a KL term. `call` is the id of
+    the row's first step."""
 
     ids: list[int]
     mask: list[int]
@@ -45,6 +46,7 @@ class Datum:
     temperature: float = 1.0
     adapter: str = DEFAULT_ADAPTER
     role: str = ""
+    call: str = ""
 
     @property
     def n_trained(self) -> int:

@@ -127,6 +127,10 @@ class Backend(Protocol):
         """Clip, step, zero the gradients. Returns ``grad_norm``. A non-finite norm changes nothing and returns it."""
         ...
 
+    def discard_gradients(self) -> None:
+        """Forget what `forward_backward` accumulated, without a step."""
+        ...
+
     def publish(self) -> int:
         """Make the newest weights the sampled ones; returns the new policy version."""
         ...

@@ -9,6 +9,7 @@ import difflib
 import importlib.util
 from collections.abc import Callable, Collection, Mapping
 
+from rllm.config.check_training import check_training, training_notes
 from rllm.config.names import (
     AGGREGATIONS,
     ESTIMATORS,
@@ -38,15 +39,13 @@ def check(config: Config, provenance: Mapping[str, str] | None = None, training:
         source = next(origins, None)
         return ConfigError(f"{source}: {message}" if source else message)
 
-    a = config.algorithm
     _check_names(config, refuse)
     for name in config.trainer.logger:
         _one_of("trainer.logger", name, LOGGERS, dict.fromkeys(KNOWN_LOGGERS, "not built yet"), refuse)
-    if a.kl_beta > 0:
-        raise refuse("algorithm.kl_beta", f"algorithm.kl_beta={a.kl_beta:g}: the KL term is not built yet; set it to 0")
     if not training or config.trainer.val_only:
         return []
     _check_sampling(config, refuse)
+    check_training(config, refuse)
     if "tensorboard" in config.trainer.logger and importlib.util.find_spec("tensorboard") is None:
         raise refuse("trainer.logger", "trainer.logger: tensorboard is not installed; pip install 'rllm[tensorboard]'")
     return _notes(config, provenance or {})
@@ -102,7 +101,7 @@ def _check_sampling(config: Config, refuse: Callable[[str, str], ConfigError]) -
 
 
 def _notes(config: Config, provenance: Mapping[str, str]) -> list[str]:
-    notes = _algorithm_notes(config)
+    notes = [*_algorithm_notes(config), *training_notes(config)]
     adapters = config.lora.adapters()
     if not adapters:
         return notes

@@ -215,6 +215,50 @@ class OptimConfig(Section):
     eps: float = Field(default=1e-8, gt=0, description="AdamW epsilon")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay")
     grad_clip: float = Field(default=1.0, ge=0, description="Global gradient norm limit; 0: off")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Course of the learning rate after warm-up"
+    )
+    warmup_steps: int | None = Field(
+        default=None, ge=0, description="Steps in which the rate rises from 0; wins over warmup_ratio"
+    )
+    warmup_ratio: Fraction = Field(default=0.0, description="Share of the steps in which the rate rises from 0")
+    min_lr_ratio: Fraction = Field(default=0.0, description="Share of the peak rate that is left at the end")
+
+
+class RolloutCorrectionConfig(Section):
+    """Importance weights for the difference between sampler and trainer; see `rllm.algorithms.correction`."""
+
+    level: Literal["none", "token", "sequence", "geometric"] = Field(
+        default="none",
+        description="Weigh by p_trainer / p_sampler: not | per token | product over the row | its geometric mean",
+    )
+    mode: Literal["truncate", "mask"] = Field(
+        default="truncate",
+        description="Weights above cap become cap (truncate), or those outside [floor, cap] become 0 (mask)",
+    )
+    cap: float = Field(default=2.0, gt=0, description="Largest weight")
+    floor: float | None = Field(default=None, ge=0, description="Smallest weight that mode=mask keeps; default: 1/cap")
+
+
+class FilterConfig(Section):
+    """Episodes that are not trained, by why they ended. Failed ones (error, timeout) never are."""
+
+    enable: bool = Field(default=False, description="Leave out of training the episodes that ended for these reasons:")
+    max_prompt_length_exceeded: bool = Field(default=True, description="the prompt became too long")
+    max_response_length_exceeded: bool = Field(default=True, description="the response became too long")
+    max_turns_exceeded: bool = Field(default=True, description="the episode used up its turns")
+    env_done: bool = Field(default=False, description="the episode ended by itself")
+    unknown: bool = Field(default=False, description="nobody said why")
+
+
+class RejectionSamplingConfig(Section):
+    enable: bool = Field(
+        default=False,
+        description="Sample more batches until data.train_batch_size tasks have rewards that differ (DAPO's dynamic sampling)",
+    )
+    max_batches: int = Field(
+        default=10, ge=0, description="Most batches per step, which then trains what there is (0: no limit)"
+    )
 
 
 class RoleAlgorithm(Section):
@@ -266,6 +310,36 @@ class AlgorithmConfig(Section):
         default="k3", description="Estimator of the KL term; k1+ and k3+ have the gradient of k2"
     )
     entropy_coeff: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus (0: none)")
+    kl_in_reward: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the KL to the reference policy that is taken off each reward (0: none)",
+    )
+    reference: Literal["base", "initial_adapter", "none"] = Field(
+        default="base",
+        description="Reference policy of the KL: the base model | what training started from | no KL at all",
+    )
+    ppo_epochs: int = Field(default=1, gt=0, description="Passes over the rows of a step")
+    mini_batch_size: int | None = Field(
+        default=None, gt=0, description="Tasks per optimizer step; default: all of the step in one"
+    )
+    old_logprobs: Literal["auto", "sampler", "trainer"] = Field(
+        default="auto",
+        description="What the ratio of the loss is taken to: the sampler's log-probabilities | the trainer's, from a pass before the "
+        "update | auto: the trainer's where a step has several optimizer steps",
+    )
+    rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
+    filter: FilterConfig = Field(default_factory=FilterConfig)
+    mask_truncated: bool = Field(
+        default=False, description="Do not train trajectories of which a completion was cut off at its token limit"
+    )
+    overlong_buffer: int = Field(
+        default=0,
+        ge=0,
+        description="A completion that reaches into the last N tokens of its limit costs reward (0: off)",
+    )
+    overlong_penalty: float = Field(default=1.0, gt=0, description="What a completion at its limit costs")
+    rejection_sampling: RejectionSamplingConfig = Field(default_factory=RejectionSamplingConfig)
 
     @field_validator("per_role", mode="before")
     @classmethod
@@ -283,6 +357,18 @@ class AlgorithmConfig(Section):
         return value
 
 
+class EarlyStopConfig(Section):
+    metric: str | None = Field(
+        default=None, description="Validation metric to watch, e.g. val/countdown/judge_acc; default: no early stop"
+    )
+    mode: Literal["max", "min"] = Field(default="max", description="Whether more or less of it is better")
+    patience: int = Field(
+        default=3, gt=0, description="Validations in a row without a new best after which the run stops"
+    )
+    min_delta: float = Field(default=0.0, ge=0, description="What counts as better: by more than this")
+    target: float | None = Field(default=None, description="Stop as soon as the metric is this good")
+
+
 class TrainerConfig(Section):
     total_steps: int | None = Field(default=None, gt=0, description="Training steps; wins over total_epochs")
     total_epochs: int = Field(
@@ -292,6 +378,7 @@ class TrainerConfig(Section):
     save_freq: int = Field(default=0, ge=0, description="Save the adapter every N steps (0: only at the end)")
     val_before_train: bool = Field(default=True, description="Validate before the first step")
     val_only: bool = Field(default=False, description="Validate once and stop")
+    early_stop: EarlyStopConfig = Field(default_factory=EarlyStopConfig)
     logger: list[str] = Field(
         default_factory=lambda: ["console"], description="console, tensorboard (metrics.jsonl is always written)"
     )

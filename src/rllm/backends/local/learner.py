@@ -127,9 +127,13 @@ class Learner:
             optimizer.step()
             for weight, master in self.masters.items():
                 weight.data.copy_(master)
-        for parameter in (*parameters, *self.masters):
-            parameter.grad = None
+        self.discard_gradients()
         return {"grad_norm": norm.item(), "lr": params.lr}
+
+    def discard_gradients(self) -> None:
+        """Forget what `forward_backward` accumulated."""
+        for parameter in (*self.trainable(), *self.masters):
+            parameter.grad = None
 
     def optimizer_state(self) -> list[dict[str, Any]]:
         """AdamW's state per trained tensor, in the order of `trainable()`; empty where a tensor was never stepped."""
