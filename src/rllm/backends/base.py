@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rllm.algorithms.spec import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, Datum, LossSpec, initial_of
+from rllm.algorithms.spec import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, Datum, Losses, LossSpec, initial_of
 
 __all__ = [
     "BASE",
@@ -23,6 +23,7 @@ __all__ = [
     "Completion",
     "Datum",
     "LossSpec",
+    "Losses",
     "Probe",
     "SamplingParams",
     "initial_of",
@@ -102,8 +103,15 @@ class Backend(Protocol):
         self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str = DEFAULT_ADAPTER
     ) -> Completion: ...
 
-    def forward_backward(self, data: Sequence[Datum], loss: LossSpec) -> dict[str, float]:
-        """Accumulate gradients of the aggregated loss over all of `data`; returns metrics (``loss``, ``entropy``, ...)."""
+    def forward_backward(self, data: Sequence[Datum], loss: Losses) -> dict[str, float]:
+        """Accumulate gradients of the aggregated loss over all of `data`. `loss` may differ by role; the denominators of the
+        aggregation are those of all rows either way, so that roles weigh as they would under one loss.
+
+        Returns means over trained tokens: ``loss``, ``tokens`` (their number), ``entropy`` (nats), ``clip_fraction``, ``ratio_mean``,
+        ``ratio_max`` and ``ess`` (effective sample size of the ratios, as a share), the KL divergences ``ppo_kl`` (k1) and
+        ``ppo_kl_k3`` of the old policy from the new, ``kl_ref`` (k3) and ``kl_ref_k1`` of the policy from the reference if there is a
+        KL term, ``sampler_kl`` (k3) of the sampler from the trainer, and ``sampler_gap_max``, the largest difference of
+        log-probabilities between these two."""
         ...
 
     def logprobs(
@@ -117,6 +125,10 @@ class Backend(Protocol):
 
     def optim_step(self, params: AdamParams) -> dict[str, float]:
         """Clip, step, zero the gradients. Returns ``grad_norm``. A non-finite norm changes nothing and returns it."""
+        ...
+
+    def discard_gradients(self) -> None:
+        """Forget what `forward_backward` accumulated, without a step."""
         ...
 
     def publish(self) -> int:
@@ -157,7 +169,7 @@ CAPABILITIES: dict[str, Capabilities] = {
     "local": Capabilities(
         full_finetuning=True,
         top_p_in_training=False,
-        losses=frozenset({"ppo_clip", "cross_entropy"}),
+        losses=frozenset({"ppo_clip", "importance_sampling", "cispo", "gspo", "dro", "reinforce", "cross_entropy"}),
         devices=frozenset({"cpu", "cuda"}),
     ),
 }

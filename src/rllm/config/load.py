@@ -14,7 +14,17 @@ from typing import Any, Generic, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from rllm.config.aliases import ALIASES, ONLY, SPREAD, Entry, check_engine_rank, no_effect_reason, settle_kl, translated
+from rllm.config.aliases import (
+    ALIASES,
+    ONLY,
+    SPREAD,
+    Entry,
+    check_engine_rank,
+    no_effect_reason,
+    settle_advantages,
+    settle_kl,
+    translated,
+)
 from rllm.config.check import EXAMPLE_DEFAULT, check
 from rllm.config.explain import (
     explain,
@@ -77,7 +87,7 @@ def load_model(
     entries = list(_entries(files, overrides, base, defaults))
     notes = list(base.notes) if isinstance(base, Resolved) else []
     given: dict[str, Entry] = {}
-    for entry in settle_kl(entries) if aliases else entries:
+    for entry in settle_advantages(settle_kl(entries)) if aliases else entries:
         for name in _fields_of(entry, known, aliases, notes):
             value = _value_for(name, entry, known[name].annotation)
             earlier = given.get(name)

@@ -92,7 +92,9 @@ class ConsoleTracker:
         failed = sum(value for name, value in metrics.items() if name.startswith("samples/failed/"))
         if failed:
             line += f"  [red]{failed:.0f} failed[/red]"
-        if metrics.get("train/skipped_steps"):
+        if metrics.get("train/nonfinite_steps"):
+            line += "  [yellow]loss or gradient not finite: no step[/yellow]"
+        elif metrics.get("train/skipped_steps"):
             line += "  [yellow]skipped: nothing to learn from[/yellow]"
         self.console.print(line, soft_wrap=True)
 
@@ -128,6 +130,11 @@ class ConsoleTracker:
         self.console.print(
             f"  saved    [bold]{escape(str(path))}[/bold] ({result['seconds']:.0f} s in all)", soft_wrap=True
         )
+        stop = result.get("early_stop")
+        if stop and stop["kept"]:
+            best = f"{stop['metric']} {stop['best']:.3f} after step {stop['best_step']}"
+            kept = escape(str(self.folder.path / stop["kept"]))
+            self.console.print(f"  best     [bold]{kept}[/bold] ({escape(best)})", soft_wrap=True)
         base = self.config.model.path
         if result.get("adapter"):
             start, served = f"lora.adapter_path={path}", f"--model {base} --adapter {path}"

@@ -23,7 +23,7 @@ from rllm.backends.base import (
     AdamParams,
     Completion,
     Datum,
-    LossSpec,
+    Losses,
     Probe,
     SamplingParams,
     initial_of,
@@ -63,7 +63,8 @@ class LocalBackend:
         self.max_model_len = max_model_len(config, model)
         self._initial = {initial_of(name): adapter.snapshot(model.dtype) for name, adapter in adapters.items()}
         # Full fine-tuning overwrites the reference policy, so a copy is kept where one is asked for.
-        start = copy.deepcopy(model) if config.algorithm.kl_beta and not adapters else None
+        has_reference = config.algorithm.kl_beta or config.algorithm.kl_in_reward
+        start = copy.deepcopy(model) if has_reference and not adapters else None
         self.learner = Learner(model, adapters, frozen=self._initial, start=start)
         self.policy_version = 0
         self.engine = Engine(
@@ -100,7 +101,7 @@ class LocalBackend:
     ) -> Completion:
         return await self.engine.sample(prompt_ids, params, adapter)
 
-    def forward_backward(self, data: Sequence[Datum], loss: LossSpec) -> dict[str, float]:
+    def forward_backward(self, data: Sequence[Datum], loss: Losses) -> dict[str, float]:
         return self.learner.forward_backward(data, loss)
 
     def logprobs(
@@ -110,6 +111,9 @@ class LocalBackend:
 
     def optim_step(self, params: AdamParams) -> dict[str, float]:
         return self.learner.optim_step(params)
+
+    def discard_gradients(self) -> None:
+        self.learner.discard_gradients()
 
     def publish(self) -> int:
         self.policy_version += 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -83,10 +83,15 @@ class LowRank(Protocol):
     """
 
     dropout: Dropout | None
+    anchor: Tensor | None
+    ranks: Mapping[tuple[int, str], tuple[int, ...]]
+    flat: Tensor
 
     def pair(self, layer: int, block: str) -> tuple[Tensor, Tensor] | None: ...
 
     def part_ranks(self, layer: int, block: str) -> tuple[int, ...]: ...
+
+    def sums(self, layer: int, block: str) -> tuple[Tensor, Tensor] | None: ...
 
 
 class FusedLinear(nn.Module):
@@ -322,7 +327,9 @@ class Decoder(nn.Module):
 
     def rotary_tables(self) -> tuple[Tensor, Tensor]:
         """cos and sin [positions, head_dim], made once for the longest position; the first half of sin is negative."""
-        if self._rope is None:
+        if self._rope is not None:
+            return self._rope
+        with torch.inference_mode(False), torch.no_grad():  # whoever asks first, training reads them too
             angles = torch.outer(
                 torch.arange(self.config.max_position, device=self.device, dtype=torch.float32), self.inv_freq
             )
@@ -366,8 +373,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square normalisation over the last axis (Zhang and Sennrich 2019), statistics in float32."""
     h = x.float()
     if x.is_cuda:  # one fused kernel there; on CPU torch takes it apart, more slowly than this
-        return F.rms_norm(h, (x.shape[-1],), None, eps).to(x.dtype) * weight
-    return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+        return F.rms_norm(h, (x.shape[-1],), None, eps).to(weight.dtype) * weight
+    return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)).to(weight.dtype) * weight
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

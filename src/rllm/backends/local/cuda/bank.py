@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rllm.backends.local.model import BLOCKS, HEAD, Decoder, FloatLogits, FusedLinear, LowRank
+from rllm.lora.scatter import Scatter
 
 LEAST_RANK = 16
 """The least inner size of a matrix unit's product."""
@@ -42,6 +43,8 @@ class AdapterBank:
         self.capacity = 0
         self.blocks: dict[tuple[int, str], BlockBank] = {}
         self.head: tuple[Tensor, Tensor] | None = None
+        # For every number the ranks it was written with, and how.
+        self._plans: dict[int, tuple[Mapping[tuple[int, str], tuple[int, ...]], Scatter]] = {}
         self._lay_out(0, self.ranks)
 
     def number(self, name: str) -> int:
@@ -95,9 +98,12 @@ class AdapterBank:
             return 0 if not most else max(LEAST_RANK, 1 << (most - 1).bit_length())
         return -(-most // 8) * 8
 
+    @torch.inference_mode(False)  # the sampler's thread asks for it, and training saves these weights for its backward pass
+    @torch.no_grad()
     def _lay_out(self, capacity: int, ranks: dict[str, int]) -> None:
         """Room below the weights for so many adapters of such ranks. The base's rows move, once, and stay one copy."""
         self.capacity, self.ranks = capacity, ranks
+        self._plans.clear()
         config, device, dtype = self.model.config, self.model.device, self.model.dtype
         for i, layer in enumerate(self.model.layers):
             for block in BLOCKS:
@@ -121,35 +127,52 @@ class AdapterBank:
             self.head = (a, torch.zeros(capacity, size[1], r, dtype=dtype, device=device))
 
     def _write(self, number: int, pairs: LowRank) -> None:
+        """The matrices of `pairs` become adapter `number`; one launch where it had the same ranks before."""
+        known = self._plans.get(number)
+        if known is None or known[0] != pairs.ranks:
+            self._clear(number)
+            known = self._plans[number] = (pairs.ranks, self._plan(number, pairs))
+        known[1].run(source=pairs.flat)
+
+    def _clear(self, number: int) -> None:
+        for (_, block), bank in self.blocks.items():
+            if bank.rank:
+                first, rows = self._rows_of(bank, block, number)
+                bank.weight[first : first + rows] = 0
+                bank.b[number] = 0
+        for matrices in self.head or ():
+            matrices[number] = 0
+
+    def _rows_of(self, bank: BlockBank, block: str, number: int) -> tuple[int, int]:
+        """(first row of an adapter's A below a weight, rows)."""
+        parts = len(BLOCKS[block])
+        return sum(self.model.config.block_rows(block)) + number * parts * bank.rank, parts * bank.rank
+
+    def _plan(self, number: int, pairs: LowRank) -> Scatter:
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
         for (layer, block), bank in self.blocks.items():
-            if not bank.rank:
-                continue
-            rows_of = self.model.config.block_rows(block)
-            rows = sum(rows_of)
-            first = rows + number * len(rows_of) * bank.rank
-            bank.weight[first : first + len(rows_of) * bank.rank] = 0
-            bank.b[number] = 0
             pair = pairs.pair(layer, block)
             if pair is None:
                 continue
             a, b = pair
+            first, _ = self._rows_of(bank, block, number)
             column = row = 0
+            rows_of = self.model.config.block_rows(block)
             for part, (rank, height) in enumerate(zip(_part_ranks(pairs, layer, block), rows_of, strict=True)):
-                start = first + part * bank.rank
-                bank.weight[start : start + rank] = a[column : column + rank]
-                piece = b[row : row + height, column : column + rank]
-                if block in TILED:
-                    bank.b[number, row : row + height, :rank] = piece
-                else:
-                    bank.b[number, :rank, row : row + height] = piece.t()
+                if rank:
+                    start = first + part * bank.rank
+                    sources += [a[column : column + rank], b[row : row + height, column : column + rank]]
+                    here = bank.b[number]
+                    own = here[row : row + height, :rank] if block in TILED else here[:rank, row : row + height].t()
+                    targets += [bank.weight[start : start + rank], own]
                 column, row = column + rank, row + height
-        if self.head is not None:
-            a_all, b_all = self.head
-            a_all[number], b_all[number] = 0, 0
-            pair = pairs.pair(*HEAD)
-            if pair is not None:
-                a_all[number, : len(pair[0])] = pair[0]
-                b_all[number, :, : len(pair[0])] = pair[1]
+        pair = pairs.pair(*HEAD)
+        if self.head is not None and pair is not None:
+            rank = len(pair[0])
+            sources += [*pair]
+            targets += [self.head[0][number, :rank], self.head[1][number, :, :rank]]
+        return Scatter(sources, targets, source=pairs.flat)
 
     def add_head(self, logits: Tensor, hidden: Tensor, adapters: Tensor) -> Tensor:
         """Logits [n, vocab] with the output head's update of each row's adapter."""

@@ -123,7 +123,7 @@ class DecodeStep:
     def forward(self, n: int) -> Tensor:
         """Logits [n, vocab] of the next token of the first `n` rows, whose keys and values are written on the way."""
         model, c, s = self.model, self.model.config, self.state
-        residual = F.embedding(s.ids[:n], model.embed)
+        residual = F.embedding(s.ids[:n], model.embed).float()
         layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
         h = self._add_norm(residual, None, None, layers[0].input_norm)
         for i, layer in enumerate(layers):
@@ -139,8 +139,8 @@ class DecodeStep:
         return self.bank.add_head(logits, h, s.adapters[:n]) if self.bank.head is not None else logits
 
     def _add_norm(self, residual: Tensor, delta: Tensor | None, bank: BlockBank | None, weight: Tensor) -> Tensor:
-        out = torch.empty_like(residual)
         n, size = residual.shape
+        out = torch.empty(n, size, dtype=weight.dtype, device=weight.device)
         block = triton.next_power_of_2(size)
         rank = bank.rank if bank is not None else 0
         kernels.add_norm_kernel[(n,)](

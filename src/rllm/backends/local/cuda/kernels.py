@@ -2,7 +2,7 @@
 
 Low-rank updates cost no kernel of their own: a product's weight has the rows of every adapter's A below its own rows, so one product gives
 ``W x`` and all ``A x``; the kernel that reads the result adds ``B (A x)`` of each row's adapter on the way. Rounding is that of the plain
-path: a product's result and each step of the normalisation are rounded to the model's dtype.
+path: a product's result and each step of the normalisation are rounded to the model's dtype; the residual is kept in float32.
 
 Strides are in elements; last dimensions are contiguous. `adapters` [n] is the adapter's number of each row, -1 for none.
 """
@@ -38,8 +38,8 @@ def add_norm_kernel(
                 for r in tl.static_range(RANK):  # unrolled, so that the loads do not wait for each other
                     scale = tl.load(h + r).to(tl.float32)
                     y += scale * tl.load(matrix + r * SIZE, mask=inside, other=0.0).to(tl.float32)
-        x = (x + y.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        tl.store(residual + row * SIZE + columns, x.to(dtype), mask=inside)
+        x += y
+        tl.store(residual + row * SIZE + columns, x, mask=inside)
     variance = tl.sum(x * x, axis=0) / SIZE
     normed = (x * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32)
     gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)

@@ -31,6 +31,9 @@ SWIGLU_BLOCK = 1024
 LOGPROB_BLOCK = 8192
 # Rows of logits held at once; with 151,936 ids 1024 rows are 620 MB in float32.
 HEAD_ROWS = 1024
+BLOCK_NAMES = tuple(BLOCKS)
+# Where the weights stand among the inputs of `FusedLayer`.
+FIRST_WEIGHT = 6 + 8
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedCausal) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -62,7 +65,8 @@ def attention_backward(
 
 
 def fused_layers(model: Decoder, x: Tensor, layout: PackedCausal, lora: LowRank | None) -> Tensor:
-    """What the layers of `model` give for packed tokens [N, hidden]."""
+    """What the layers of `model` give for packed tokens [N, hidden]: the residual, kept in float32 from layer to layer."""
+    x = x.float()
     tables = model.rotary_tables()
     for layer in model.layers:
         assert isinstance(layer, DecoderLayer)
@@ -79,85 +83,96 @@ def fused_layer(
     matrices = [matrix for pair in pairs for matrix in (pair or (None, None))]
     weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
     norms = (layer.input_norm, layer.post_norm, layer.qk_norm)
-    return FusedLayer.apply(x, layer, tables, layout, *matrices, *weights, *biases, *norms)
+    anchor = lora.anchor if lora is not None else None
+    return FusedLayer.apply(x, layer, tables, layout, lora, anchor, *matrices, *weights, *biases, *norms)
 
 
 class FusedLayer(torch.autograd.Function):
-    """Inputs: x [N, hidden]; A and B of the four blocks, None where there is none; their weights; their biases; the three norms."""
+    """Inputs: residual x [N, hidden] in float32; A and B of the four blocks, None where there is none; their weights; their biases; the
+    three norms. Where `lora` has sums, the gradients of A and B are added to those and not returned."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        layer: DecoderLayer,
-        tables: tuple[Tensor, Tensor],
-        layout: PackedCausal,
-        *tensors: Tensor | None,
-    ) -> Tensor:
+        ctx: Any, x: Tensor, layer: DecoderLayer, tables: tuple[Tensor, Tensor], layout: PackedCausal, lora: LowRank | None,
+        anchor: Tensor | None, *tensors: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         config = layer.config
         pairs, weights, biases, (input_norm, post_norm, qk_norm) = _sorted(tensors)
         h = norm(x, input_norm, config.rms_eps)
-        qkv = _product(h, weights[0], biases[0], pairs[0])
+        qkv, low_qkv = _product(h, weights[0], biases[0], pairs[0])
         q, k, v = _rotated(qkv, qk_norm, tables, layout, config)
         layout.note(layer.index, k, v)
         out, lse, state, unused = attention(q, k, v, layout)
         flat = out.view(len(x), -1)
-        middle = _product(flat, weights[1], biases[1], pairs[1], onto=x)
+        middle, low_o = _product(flat, weights[1], biases[1], pairs[1], onto=x)
         h = norm(middle, post_norm, config.rms_eps)
-        gate_up = _product(h, weights[2], biases[2], pairs[2])
-        result = _product(_swiglu(gate_up), weights[3], biases[3], pairs[3], onto=middle)
+        gate_up, low_gate_up = _product(h, weights[2], biases[2], pairs[2])
+        result, low_down = _product(_swiglu(gate_up), weights[3], biases[3], pairs[3], onto=middle)
         if any(ctx.needs_input_grad):
-            ctx.config, ctx.tables, ctx.layout = config, tables, layout
-            ctx.save_for_backward(x, qkv, out, lse, state, unused, middle, gate_up, *tensors)
+            ctx.layer, ctx.tables, ctx.layout, ctx.lora = layer, tables, layout, lora
+            lows = (low_qkv, low_o, low_gate_up, low_down)
+            ctx.save_for_backward(x, qkv, out, lse, state, unused, middle, gate_up, *lows, *tensors)
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, qkv, out, lse, state, unused, middle, gate_up, *tensors = ctx.saved_tensors
-        config, layout = ctx.config, ctx.layout
+        lows, tensors = tensors[:4], tensors[4:]
+        layer, config, layout, lora = ctx.layer, ctx.layer.config, ctx.layout, ctx.lora
         pairs, weights, biases, (input_norm, post_norm, qk_norm) = _sorted(tensors)
-        full = ctx.needs_input_grad[4 + 8]  # the weights are trained, or not, all together
-        (grad,) = grads
-        grad = grad.contiguous()
+        full = ctx.needs_input_grad[FIRST_WEIGHT]  # the weights are trained, or not, all together
+        grad = grads[0].contiguous()
         d_matrices: list[Tensor | None] = [None] * 8
         d_weights: list[Tensor | None] = [None] * 4
         d_biases: list[Tensor | None] = [None] * 4
 
-        def through(i: int, given: Tensor, entered: Tensor, wanted: bool = True) -> Tensor | None:
-            """Gradient of what entered product `i`; its parameters' gradients are noted."""
+        def mixed_by(i: int, given: Tensor) -> Tensor | None:
+            pair = pairs[i]
+            return None if pair is None else given @ pair[1]
+
+        def note_gradients(i: int, given: Tensor, mixed: Tensor | None, entered: Tensor) -> None:
+            """Gradients of the parameters of product `i`; `given` is that of its result."""
             if full:
                 d_weights[i] = given.t() @ entered
                 d_biases[i] = None if biases[i] is None else given.sum(0)
-            pair = pairs[i]
-            if pair is None:
-                return given @ weights[i] if wanted else None
-            a, b = pair
-            low, mixed = F.linear(entered, a), given @ b
-            d_matrices[2 * i], d_matrices[2 * i + 1] = mixed.t() @ entered, given.t() @ low
-            return (given @ weights[i]).addmm_(mixed, a) if wanted else None
+            if mixed is None:
+                return
+            sums = lora.sums(layer.index, BLOCK_NAMES[i])
+            if sums is None:
+                d_matrices[2 * i], d_matrices[2 * i + 1] = mixed.t() @ entered, given.t() @ lows[i]
+            else:
+                _add_product(sums[0], mixed.t(), entered)
+                _add_product(sums[1], given.t(), lows[i])
 
-        # The gradient of `act` needs W alone; what entered the product is made beside gate's and up's gradients.
-        d_act = grad @ weights[3]
-        if pairs[3] is not None:
-            d_act.addmm_(grad @ pairs[3][1], pairs[3][0])
-        d_gate_up, act = _swiglu_backward(d_act, gate_up)
-        del d_act
-        through(3, grad, act, wanted=False)
-        del act
-        d_h = through(2, d_gate_up, norm(middle, post_norm, config.rms_eps))
+        def entering(i: int, given: Tensor, mixed: Tensor | None) -> Tensor:
+            """Gradient of what entered product `i`."""
+            d = given @ weights[i]
+            pair = pairs[i]
+            return d if mixed is None or pair is None else d.addmm_(mixed, pair[0])
+
+        narrow = grad.to(weights[3].dtype)
+        mixed = mixed_by(3, narrow)
+        d_gate_up, act = _swiglu_backward(entering(3, narrow, mixed), gate_up)
+        note_gradients(3, narrow, mixed, act)
+        del act, narrow
+        mixed = mixed_by(2, d_gate_up)
+        note_gradients(2, d_gate_up, mixed, norm(middle, post_norm, config.rms_eps))
+        d_h = entering(2, d_gate_up, mixed)
         del d_gate_up
-        d_middle, d_post = _norm_backward(d_h, middle, post_norm, grad, config.rms_eps, full)
-        d_out = through(1, d_middle, out.view(len(x), -1))
+        d_middle, narrow, d_post = _norm_backward(d_h, middle, post_norm, grad, config.rms_eps, full)
+        mixed = mixed_by(1, narrow)
+        note_gradients(1, narrow, mixed, out.view(len(x), -1))
+        d_out = entering(1, narrow, mixed).view_as(out)
         q, k, v = _rotated(qkv, qk_norm, ctx.tables, layout, config)
-        dq, dk, dv = attention_backward(d_out.view_as(out), q, k, v, (out, lse, state, unused), layout)
+        dq, dk, dv = attention_backward(d_out, q, k, v, (out, lse, state, unused), layout)
         d_qkv, d_qk_norm = _rotate_backward(dq, dk, dv, qkv, qk_norm, ctx.tables, layout, config, full)
-        del q, k, v, dq, dk, dv
-        wanted = ctx.needs_input_grad[0] or full
-        d_h = through(0, d_qkv, norm(x, input_norm, config.rms_eps), wanted)
-        d_x, d_input = (
-            _norm_backward(d_h, x, input_norm, d_middle, config.rms_eps, full) if d_h is not None else (None, None)
-        )
-        return (d_x, None, None, None, *d_matrices, *d_weights, *d_biases, d_input, d_post, d_qk_norm)
+        del q, k, v, dq, dk, dv, d_out
+        mixed = mixed_by(0, d_qkv)
+        note_gradients(0, d_qkv, mixed, norm(x, input_norm, config.rms_eps))
+        d_x = d_input = None
+        if ctx.needs_input_grad[0] or full:
+            d_x, _, d_input = _norm_backward(entering(0, d_qkv, mixed), x, input_norm, d_middle, config.rms_eps, full)
+        return (d_x, None, None, None, None, None, *d_matrices, *d_weights, *d_biases, d_input, d_post, d_qk_norm)
 
 
 def _sorted(tensors: Any) -> tuple[list[tuple[Tensor, Tensor] | None], list[Tensor], list[Tensor | None], list[Any]]:
@@ -168,37 +183,52 @@ def _sorted(tensors: Any) -> tuple[list[tuple[Tensor, Tensor] | None], list[Tens
 
 def _product(
     x: Tensor, weight: Tensor, bias: Tensor | None, pair: tuple[Tensor, Tensor] | None, onto: Tensor | None = None
-) -> Tensor:
-    """``onto + x W^T + bias + (x A^T) B^T``."""
-    if onto is not None and bias is None:
+) -> tuple[Tensor, Tensor | None]:
+    """(``onto + x W^T + bias + (x A^T) B^T``, ``x A^T``); in float32 where `onto` is."""
+    if onto is None:
+        y = F.linear(x, weight, bias)
+    elif x.dtype == onto.dtype:
         y = torch.addmm(onto, x, weight.t())
     else:
-        y = F.linear(x, weight, bias)
-        if onto is not None:
-            y += onto
-    return y if pair is None else y.addmm_(F.linear(x, pair[0]), pair[1].t())
+        y = torch.addmm(onto, x, weight.t(), out_dtype=onto.dtype)
+    if onto is not None and bias is not None:
+        y += bias
+    if pair is None:
+        return y, None
+    low = F.linear(x, pair[0])
+    _add_product(y, low, pair[1].t())
+    return y, low
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a b``; the factors may be narrower."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last axis of [N, size]."""
     n, size = x.shape
-    out, block = torch.empty_like(x), triton.next_power_of_2(size)
+    out, block = torch.empty(n, size, dtype=weight.dtype, device=x.device), triton.next_power_of_2(size)
     kernels.norm_kernel[(n,)](x, weight, out, eps, SIZE=size, BLOCK=block, num_warps=min(16, max(1, block // 512)))
     return out
 
 
 def _norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, residual_grad: Tensor, eps: float, full: bool
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(gradient of the residual in its dtype, the same in the weights' dtype, gradient of the norm's weight)."""
     n, size = x.shape
     programs, block = triton.cdiv(n, NORM_ROWS), triton.next_power_of_2(size)
-    out = torch.empty_like(x)
+    out, narrow = torch.empty_like(x), torch.empty(n, size, dtype=weight.dtype, device=x.device)
     shares = torch.empty(programs, size, device=x.device) if full else out
     kernels.norm_backward_kernel[(programs,)](
-        grad, x, weight, residual_grad, out, shares, n, eps,
+        grad, x, weight, residual_grad, out, narrow, shares, n, eps,
         SIZE=size, BLOCK=block, ROWS=NORM_ROWS, WEIGHTS=full, num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
-    return out, shares.sum(0).to(weight.dtype) if full else None
+    return out, narrow, shares.sum(0).to(weight.dtype) if full else None
 
 
 def _rotated(

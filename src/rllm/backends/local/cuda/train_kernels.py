@@ -26,10 +26,10 @@ def norm_kernel(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def norm_backward_kernel(
-    grad, x, weight, residual_grad, out, weight_grads, n, eps,
+    grad, x, weight, residual_grad, out, narrow, weight_grads, n, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """``out = residual_grad + d norm / d x``. With WEIGHTS each program leaves its rows' share of the weight's gradient,
+    """``out = residual_grad + d norm / d x``, and the same rounded in `narrow`. With WEIGHTS each program leaves its rows' share of the weight's gradient,
     `weight_grads` [programs, SIZE]."""
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
@@ -49,6 +49,7 @@ def norm_backward_kernel(
         passed = scale * (given - normed * (tl.sum(given * normed, axis=0) / SIZE))
         passed += tl.load(residual_grad + row * SIZE + columns, mask=here, other=0.0).to(tl.float32)
         tl.store(out + row * SIZE + columns, passed.to(out.dtype.element_ty), mask=here)
+        tl.store(narrow + row * SIZE + columns, passed.to(narrow.dtype.element_ty), mask=here)
     if WEIGHTS:
         tl.store(weight_grads + program * SIZE + columns, share, mask=inside)
 
