@@ -240,7 +240,9 @@ def bench_step(args: argparse.Namespace, config: DecoderConfig) -> None:
 
         publish(0)
         for step in range(args.repeats + 1):
+            before = engine.stats()
             answers = timed_part("sample", lambda e=engine: generate(e, prompts, ["default"], args.tokens))
+            print(step, {k: round(v - before[k], 3) for k, v in engine.stats().items()})
             rows = []
             for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
                 row = Datum(prompt + answer.ids, [0] * len(prompt) + [1] * len(answer.ids))

@@ -52,44 +52,25 @@ def decode_attention_variants() -> None:
 
 
 def training_attention() -> None:
-    """Flash against cuDNN on packed rows: times and agreement."""
-    layout = PackedCausal([768] * 7, "cuda")
-    n = 7 * 768
+    """The two ways of attention in training: times, and that they agree."""
+    rows, length = 7, 768
+    n = rows * length
     q = torch.randn(n, 16, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(n, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     g = torch.randn_like(q)
-    kept = attention(q, k, v, layout)
-    ours = attention_backward(g, q, k, v, kept, layout)
-    print("flash forward", triton.testing.do_bench(lambda: attention(q, k, v, layout)))
-    print("flash backward", triton.testing.do_bench(lambda: attention_backward(g, q, k, v, kept, layout)))
-    bounds = layout.bounds
-    for packed in (True, False):
-        try:
-            if packed:
-                forms = [q, k, v, g]
-                lengths = (bounds, bounds, 768, 768)
-            else:
-                forms = [t.view(7, 768, -1, 128).transpose(1, 2) for t in (q, k, v, g)]
-                lengths = (None, None, 768, 768)
-            a, b, c, d = forms
-            run = lambda: torch.ops.aten._cudnn_attention_forward(  # noqa: E731
-                a, b, c, None, *lengths, True, 0.0, True, False, scale=128**-0.5
-            )
-            out = run()
-            print("cudnn packed" if packed else "cudnn rows", "forward", triton.testing.do_bench(run))
-            flat = out[0] if packed else out[0].transpose(1, 2).reshape(n, 16, 128)
-            print("  out differs", (flat - kept[0]).abs().max().item(), "lse", tuple(out[1].shape), out[1].dtype)
-            back = lambda: torch.ops.aten._cudnn_attention_backward(  # noqa: E731
-                d, a, b, c, out[0], out[1], out[6], out[7], torch.empty(0), *(x if x is not None else torch.empty(0) for x in lengths[:2]),
-                768, 768, 0.0, True, scale=128**-0.5,
-            )  # fmt: skip
-            grads = back()
-            print("  backward", triton.testing.do_bench(back))
-            for mine, theirs in zip(ours, grads, strict=True):
-                theirs = theirs if packed else theirs.transpose(1, 2).reshape(mine.shape)
-                print("  grad differs", ((mine - theirs).norm() / mine.norm()).item())
-        except Exception as error:
-            print("cudnn", packed, "failed:", str(error)[:300])
+    found = {}
+    for name in ("flash", "cuDNN"):
+        layout = PackedCausal([length] * rows, "cuda")
+        layout.ragged = name == "flash"
+        out, kept = attention(q, k, v, layout)
+        found[name] = (out, *attention_backward(g, q, k, v, out, kept, layout))
+        forward = triton.testing.do_bench(lambda x=layout: attention(q, k, v, x))
+        backward = triton.testing.do_bench(lambda o=out, s=kept, x=layout: attention_backward(g, q, k, v, o, s, x))
+        print(f"{name}: forward {forward * 1e3:.0f} us, backward {backward * 1e3:.0f} us")
+    print("differ", [((a - b).float().norm() / a.float().norm()).item() for a, b in zip(*found.values(), strict=True)])
+    big = torch.randn(64 * 2**20, device="cuda")
+    us = triton.testing.do_bench(lambda: big.sum(), return_mode="median") * 1e3
+    print(f"reading {big.nbytes / 2**20:.0f} MiB: {big.nbytes / us / 1e6:.2f} TB/s")
 
 
 def decode_profile() -> None:

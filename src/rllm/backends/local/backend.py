@@ -67,7 +67,7 @@ class LocalBackend:
         start = copy.deepcopy(model) if has_reference and not adapters else None
         self.learner = Learner(model, adapters, frozen=self._initial, start=start)
         self.policy_version = 0
-        self.engine = Engine(
+        self.engine = _engine_class(model)(
             model,
             eos_ids=end_of_turn_ids(folder, tokenizer),
             max_batch=config.rollout.max_batch,
@@ -241,6 +241,14 @@ class LocalBackend:
         newest = {name: adapter.snapshot(self.model.dtype) for name, adapter in self.adapters.items()}
         self.engine.publish({**self._initial, **newest} or {DEFAULT_ADAPTER: None}, self.policy_version)
         self.published_bytes = sum(pairs.nbytes for pairs in newest.values())
+
+
+def _engine_class(model: Decoder) -> type[Engine]:
+    if not model.fused:
+        return Engine
+    from rllm.backends.local.cuda.engine import CudaEngine
+
+    return CudaEngine
 
 
 def pick_device(name: str) -> torch.device:

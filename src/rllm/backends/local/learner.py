@@ -21,6 +21,7 @@ from rllm.algorithms.spec import Losses, loss_of
 from rllm.backends.base import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, AdamParams, Datum, LossSpec, initial_of
 from rllm.backends.local.model import HEAD, Decoder, LowRank, PackedCausal
 from rllm.backends.local.sums import Sums
+from rllm.backends.local.transfer import to_device
 from rllm.lora.adapter import LoraAdapter
 
 # Tokens x vocabulary held at once when logits are turned into log-probabilities (float32: 64 MiB).
@@ -82,8 +83,8 @@ class Learner:
                 continue
             spec = specs[key]
             batch = self._token_logprobs(chosen, adapter, entropy_gradient=spec.entropy_coeff > 0)
-            lengths = torch.tensor([d.n_trained for d in chosen], device=self.model.device)
-            weight = torch.tensor([weights[key][i] for i in rows if counts[i]], device=self.model.device)
+            lengths = to_device([d.n_trained for d in chosen], self.model.device)
+            weight = to_device([weights[key][i] for i in rows if counts[i]], self.model.device)
             per_token = weight.repeat_interleave(lengths, output_size=len(batch.logprobs))
             total = (per_token * _losses(spec, batch, lengths, sums)).sum()
             total.backward()
@@ -205,15 +206,15 @@ class Learner:
     def _token_logprobs(self, rows: Sequence[Datum], adapter: str, entropy_gradient: bool = False) -> _Trained:
         """The trained tokens of `rows` under the policy `adapter`, row after row."""
         device = self.model.device
-        ids = torch.tensor([token for row in rows for token in row.ids], device=device)
+        ids = to_device([token for row in rows for token in row.ids], device)
         mask = torch.tensor([m for row in rows for m in row.mask], dtype=torch.bool)
-        trained = mask.nonzero().squeeze(1).to(device)
+        trained = to_device(mask.nonzero().squeeze(1), device)
         attend = PackedCausal([len(row.ids) for row in rows], device)
         model, lora = self._policy(adapter)
         hidden = model(ids, attend.positions, attend, lora)
         # The token at position t is predicted from the hidden state at t - 1; entry 0 of a row is never trained.
         predicting = hidden.index_select(0, trained - 1)
-        temperatures = torch.tensor([row.temperature for row in rows for _ in range(row.n_trained)], device=device)
+        temperatures = to_device([row.temperature for row in rows for _ in range(row.n_trained)], device)
         targets = ids.index_select(0, trained)
         if model.fused and not entropy_gradient and (lora is None or lora.pair(*HEAD) is None):
             from rllm.backends.local.cuda.train import token_logprobs
@@ -283,7 +284,7 @@ class _Trained:
             if len(own) != len(row.ids):
                 raise ValueError(f"Datum.{field}: {len(own)} values in a row of {len(row.ids)} tokens")
             values += own
-        return torch.tensor(values, dtype=torch.float32)[self.mask].to(self.logprobs.device)
+        return to_device(torch.tensor(values, dtype=torch.float32)[self.mask], self.logprobs.device)
 
     def has(self, field: str) -> bool:
         return any(getattr(row, field) for row in self.rows)

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rllm.backends.local.transfer import to_device
+
 # The matrices that share an input are stored as one, so that each is one product. Order is the order of the rows.
 BLOCKS: dict[str, tuple[str, ...]] = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -397,12 +399,13 @@ class PackedCausal:
         self.n, self.longest = len(lengths), max(lengths)
         self.ragged = any(length != self.longest for length in lengths)
         sizes = torch.tensor(lengths)
+        ends = torch.cumsum(sizes, 0)
         row = torch.repeat_interleave(torch.arange(self.n), sizes)
-        starts = torch.cumsum(sizes, 0) - sizes
-        self.positions = (torch.arange(int(sizes.sum())) - starts[row]).to(device)
-        self.slots = (row.to(device) * self.longest) + self.positions
-        self.last = (torch.cumsum(sizes, 0) - 1).to(device)
-        self.bounds = F.pad(torch.cumsum(sizes, 0), (1, 0)).to(torch.int32).to(device)
+        positions = torch.arange(int(ends[-1])) - (ends - sizes)[row]
+        self.positions = to_device(positions, device)
+        self.slots = to_device(row * self.longest + positions, device)
+        self.last = to_device(ends - 1, device)
+        self.bounds = to_device(F.pad(ends, (1, 0)).to(torch.int32), device)
         self.kept: list[tuple[Tensor, Tensor]] | None = [] if keep else None
 
     def note(self, layer: int, k: Tensor, v: Tensor) -> None:

@@ -98,7 +98,9 @@ class AdapterBank:
             return 0 if not most else max(LEAST_RANK, 1 << (most - 1).bit_length())
         return -(-most // 8) * 8
 
-    @torch.inference_mode(False)  # the sampler's thread asks for it, and training saves these weights for its backward pass
+    @torch.inference_mode(
+        False
+    )  # the sampler's thread asks for it, and training saves these weights for its backward pass
     @torch.no_grad()
     def _lay_out(self, capacity: int, ranks: dict[str, int]) -> None:
         """Room below the weights for so many adapters of such ranks. The base's rows move, once, and stay one copy."""

@@ -20,12 +20,15 @@ from rllm.backends.local.cuda.bank import AdapterBank, BlockBank
 from rllm.backends.local.cuda.pages import PAGE, PagePool
 from rllm.backends.local.model import Decoder, DecoderLayer, FloatLogits
 from rllm.backends.local.sampling import BatchParams, sample
+from rllm.backends.local.transfer import to_device
 
 SAMPLE_BLOCK = 4096
 SILU_BLOCK = 128
 # Programs that keep the device busy while they wait for memory, and the most shares a row's pages are split into.
 BUSY_PROGRAMS = 512
 MAX_SPLITS = 16
+# Elements of B that one program may hold; beyond, it adds up one rank after the other.
+LOW_RANK_ELEMENTS = 65536
 Cut = tuple[Sequence[SamplingParams], Sequence[float]]
 """Settings and uniform numbers of the rows, for a draw outside the kernels."""
 
@@ -67,7 +70,7 @@ class RowState:
     def reorder(self, rows: Sequence[int]) -> None:
         """Row i becomes what row ``rows[i]`` was; the rows after them are as good as empty."""
         n = len(rows)
-        order = torch.tensor(rows, device=self.ids.device)
+        order = to_device(list(rows), self.ids.device)
         for tensor in self.tensors():
             tensor[:n] = tensor[order]
         self.clear(n)
@@ -146,8 +149,8 @@ class DecodeStep:
         kernels.add_norm_kernel[(n,)](
             residual, residual if delta is None else delta, 0 if delta is None else delta.stride(0),
             residual if bank is None else bank.b, self.state.adapters, weight, out, self.model.config.rms_eps,
-            SIZE=size, BLOCK=block, RANK=rank, RANK_STRIDE=rank, HAS_DELTA=delta is not None,
-            num_warps=min(16, max(1, block // 256)),
+            SIZE=size, BLOCK=block, RANK=rank, RANKS=triton.next_power_of_2(max(rank, 1)), HAS_DELTA=delta is not None,
+            AT_ONCE=rank * block <= LOW_RANK_ELEMENTS, num_warps=min(16, max(4, block // 256, rank * block // 4096)),
         )  # fmt: skip
         return out
 
@@ -212,7 +215,7 @@ class DecodeStep:
 
     def _draw_cut(self, logits: Tensor, rows: slice, cut: Cut, result: Tensor) -> Tensor:
         s, (params, numbers) = self.state, cut
-        u = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
+        u = to_device(list(numbers), logits.device, torch.float64)
         ids, logprobs = sample(logits.float(), BatchParams.of(params, logits.shape[1], logits.device), u)
         s.ids[rows] = ids
         s.counts[rows] += 1

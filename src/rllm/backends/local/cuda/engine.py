@@ -19,6 +19,7 @@ from rllm.backends.local.cuda.decode import Cut, DecodeStep, RowState
 from rllm.backends.local.cuda.pages import PAGE, PagePool, pages_for
 from rllm.backends.local.engine import PREFILL_TOKENS, Engine, Request, by_budget, fail
 from rllm.backends.local.model import LowRank, PackedCausal
+from rllm.backends.local.transfer import to_device
 
 STEPS_AHEAD = 2
 """Steps queued on the device before the host waits for the first of them."""
@@ -115,7 +116,7 @@ class CudaEngine(Engine):
             self._rows = []
             self._state.clear(0)
         elif rows:
-            self._state.table[torch.tensor(list(rows), device=self.model.device)] = 0
+            self._state.table.index_fill_(0, to_device(list(rows), self.model.device), 0)
         self._running = [row.request for row in self._rows if row is not None]
 
     def _compact(self) -> None:
@@ -185,7 +186,7 @@ class CudaEngine(Engine):
         rows = slice(first, first + len(fresh))
 
         def put(target: Tensor, values: list[Any]) -> None:
-            target[rows] = torch.tensor(values, dtype=target.dtype).to(device, non_blocking=True)
+            target[rows] = to_device(values, device, target.dtype)
 
         put(s.positions, [len(request.prompt) - 1 for request in fresh])
         put(s.counts, [0] * len(fresh))
@@ -197,7 +198,7 @@ class CudaEngine(Engine):
         for i, row in enumerate(self._rows[first:]):
             assert row is not None
             table[i, : len(row.pages)] = torch.tensor(row.pages, dtype=torch.int32)
-        s.table[rows] = table.to(device, non_blocking=True)
+        s.table[rows] = to_device(table, device)
 
     def _read(self, keys: Mapping[tuple[str, tuple[int, ...]], None]) -> dict[tuple[str, tuple[int, ...]], _Prompt]:
         """Every prompt read once: from the cache or computed, packed under a token budget, per adapter."""
@@ -222,7 +223,7 @@ class CudaEngine(Engine):
         lengths = [len(prompt) for prompt in prompts]
         pages = [self._pool.take(pages_for(length)) for length in lengths]
         attend = _WritingCausal(lengths, device, self._pool, pages)
-        ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
+        ids = to_device([token for prompt in prompts for token in prompt], device)
         lora = self.adapters[adapter]
         hidden = self.model(ids, attend.positions, attend, lora)
         logits = self.model.logits(hidden.index_select(0, attend.last), lora)
@@ -310,7 +311,7 @@ class _WritingCausal(PackedCausal):
         own = [
             page for length, row in zip(lengths, pages, strict=True) for page in (row[t // PAGE] for t in range(length))
         ]
-        self._pages = torch.tensor(own, device=device)
+        self._pages = to_device(own, device)
         self._offsets = self.positions % PAGE
 
     def note(self, layer: int, k: Tensor, v: Tensor) -> None:

@@ -19,30 +19,40 @@ ROWS = 16
 @triton.jit
 def add_norm_kernel(
     residual, delta, delta_stride, b, adapters, weight, out, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, RANK_STRIDE: tl.constexpr, HAS_DELTA: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, HAS_DELTA: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """``residual += delta + B h``; ``out = rms_norm(residual) * weight``. One program a row; `delta` [n, SIZE + ...], then h; `b`
-    [adapters, RANK_STRIDE, SIZE]."""
+    [adapters, RANK, SIZE], loaded AT_ONCE or rank by rank."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     dtype = out.dtype.element_ty
+    if HAS_DELTA and RANK > 0:
+        adapter = tl.load(adapters + row).to(tl.int64)
     x = tl.load(residual + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_DELTA:
         y = tl.load(delta + row * delta_stride + columns, mask=inside, other=0.0).to(tl.float32)
         if RANK > 0:
-            adapter = tl.load(adapters + row).to(tl.int64)
-            if adapter >= 0:
-                h = delta + row * delta_stride + SIZE + adapter * RANK_STRIDE
-                matrix = b + adapter * RANK_STRIDE * SIZE + columns
-                for r in tl.static_range(RANK):  # unrolled, so that the loads do not wait for each other
+            h = delta + row * delta_stride + SIZE + adapter * RANK
+            matrix = b + adapter * RANK * SIZE + columns
+            if AT_ONCE:
+                ranks = tl.arange(0, RANKS)
+                there = (ranks < RANK) & (adapter >= 0)
+                scale = tl.load(h + ranks, mask=there, other=0.0).to(tl.float32)
+                rows = tl.load(
+                    matrix[None, :] + ranks[:, None] * SIZE, mask=there[:, None] & inside[None, :], other=0.0
+                )
+                y += tl.sum(rows.to(tl.float32) * scale[:, None], axis=0)
+            elif adapter >= 0:
+                for r in tl.range(RANK):
                     scale = tl.load(h + r).to(tl.float32)
                     y += scale * tl.load(matrix + r * SIZE, mask=inside, other=0.0).to(tl.float32)
         x += y
         tl.store(residual + row * SIZE + columns, x, mask=inside)
     variance = tl.sum(x * x, axis=0) / SIZE
     normed = (x * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32)
-    gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + columns, (normed * gain).to(dtype), mask=inside)
 
 

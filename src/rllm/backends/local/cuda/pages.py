@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rllm.backends.local.model import DecoderConfig
+from rllm.backends.local.transfer import to_device
 
 PAGE = 64
 """Tokens a page holds."""
@@ -61,7 +62,7 @@ class PagePool:
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         device = self.k.device
-        a, b = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
+        a, b = to_device(list(sources), device), to_device(list(targets), device)
         self.k[:, b] = self.k[:, a]
         self.v[:, b] = self.v[:, a]
 

@@ -36,32 +36,59 @@ BLOCK_NAMES = tuple(BLOCKS)
 FIRST_WEIGHT = 6 + 8
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedCausal) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Causal attention inside each sequence (flash, no padding): (out, log-sum-exp, and two states its backward wants)."""
-    out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        layout.bounds,
-        layout.bounds,
-        layout.longest,
-        layout.longest,
-        0.0,
-        True,
-        False,
-        scale=q.shape[-1] ** -0.5,
+def attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedCausal) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """(out, what its backward wants besides): causal attention inside each sequence, without padding.
+
+    Sequences of one length go through cuDNN, whose kernels take half the time on Hopper; others through flash attention.
+    """
+    scale = q.shape[-1] ** -0.5
+    if layout.ragged:
+        bounds, longest = layout.bounds, layout.longest
+        out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, bounds, bounds, longest, longest, 0.0, True, False, scale=scale
+        )
+        return out, (lse, state, unused)
+    results = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *(_rows(t, layout) for t in (q, k, v)), None, True, 0.0, True, False, scale=scale
     )
-    return out, lse, state, unused
+    return results[0].transpose(1, 2).reshape(q.shape), (results[1], results[6], results[7])
 
 
 def attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: tuple[Tensor, Tensor, Tensor, Tensor], layout: PackedCausal
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: tuple[Tensor, ...], layout: PackedCausal
 ) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, state, unused = kept
-    return torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, lse, layout.bounds, layout.bounds, layout.longest, layout.longest, 0.0, True, state, unused,
-        scale=q.shape[-1] ** -0.5,
+    scale, longest = q.shape[-1] ** -0.5, layout.longest
+    if layout.ragged:
+        lse, state, unused = kept
+        return torch.ops.aten._flash_attention_backward(
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            layout.bounds,
+            layout.bounds,
+            longest,
+            longest,
+            0.0,
+            True,
+            state,
+            unused,
+            scale=scale,
+        )
+    lse, seed, offset = kept
+    grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        *(_rows(t, layout) for t in (grad, q, k, v, out)), lse, seed, offset, None, None, None, longest, longest, 0.0, True,
+        scale=scale,
     )  # fmt: skip
+    dq, dk, dv = (d.transpose(1, 2).reshape(like.shape) for d, like in zip(grads, (q, k, v), strict=True))
+    return dq, dk, dv
+
+
+def _rows(t: Tensor, layout: PackedCausal) -> Tensor:
+    """[sequences, heads, tokens, size] of packed [N, heads, size] where all sequences are equally long."""
+    return t.view(layout.n, layout.longest, *t.shape[1:]).transpose(1, 2)
 
 
 def fused_layers(model: Decoder, x: Tensor, layout: PackedCausal, lora: LowRank | None) -> Tensor:
@@ -102,7 +129,7 @@ class FusedLayer(torch.autograd.Function):
         qkv, low_qkv = _product(h, weights[0], biases[0], pairs[0])
         q, k, v = _rotated(qkv, qk_norm, tables, layout, config)
         layout.note(layer.index, k, v)
-        out, lse, state, unused = attention(q, k, v, layout)
+        out, kept = attention(q, k, v, layout)
         flat = out.view(len(x), -1)
         middle, low_o = _product(flat, weights[1], biases[1], pairs[1], onto=x)
         h = norm(middle, post_norm, config.rms_eps)
@@ -111,12 +138,12 @@ class FusedLayer(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             ctx.layer, ctx.tables, ctx.layout, ctx.lora = layer, tables, layout, lora
             lows = (low_qkv, low_o, low_gate_up, low_down)
-            ctx.save_for_backward(x, qkv, out, lse, state, unused, middle, gate_up, *lows, *tensors)
+            ctx.save_for_backward(x, qkv, out, *kept, middle, gate_up, *lows, *tensors)
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, qkv, out, lse, state, unused, middle, gate_up, *tensors = ctx.saved_tensors
+        x, qkv, out, k0, k1, k2, middle, gate_up, *tensors = ctx.saved_tensors
         lows, tensors = tensors[:4], tensors[4:]
         layer, config, layout, lora = ctx.layer, ctx.layer.config, ctx.layout, ctx.lora
         pairs, weights, biases, (input_norm, post_norm, qk_norm) = _sorted(tensors)
@@ -164,7 +191,7 @@ class FusedLayer(torch.autograd.Function):
         note_gradients(1, narrow, mixed, out.view(len(x), -1))
         d_out = entering(1, narrow, mixed).view_as(out)
         q, k, v = _rotated(qkv, qk_norm, ctx.tables, layout, config)
-        dq, dk, dv = attention_backward(d_out, q, k, v, (out, lse, state, unused), layout)
+        dq, dk, dv = attention_backward(d_out, q, k, v, out, (k0, k1, k2), layout)
         d_qkv, d_qk_norm = _rotate_backward(dq, dk, dv, qkv, qk_norm, ctx.tables, layout, config, full)
         del q, k, v, dq, dk, dv, d_out
         mixed = mixed_by(0, d_qkv)
