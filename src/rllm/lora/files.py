@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from rllm.lora.adapter import LoraAdapter
 from rllm.lora.match import by_pattern, match_modules
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CARD, CARD_FINGERPRINT = "README.md", "base fingerprint"
 _PREFIX = "base_model.model."
 # Features of PEFT's LoRA that change the maths and are not built here: name -> the value that means "off".
 _REFUSED: dict[str, Any] = {
@@ -150,6 +152,19 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[Tensor, 
     if tensors:
         raise ModelError(f"lora.adapter_path: {folder / WEIGHTS} holds the unexpected tensor {next(iter(tensors))!r}")
     return config, matrices
+
+
+def recorded_base(folder: Path) -> tuple[str, str | None]:
+    """(name or path, fingerprint) of the base that an adapter says it was trained on: the name as in its config, "" if none; the
+    `checkpoint.fingerprint` as in its model card, None if there is none. (A second entry in the metadata of the weights' file would be
+    the better place, but their order is left to chance there, and equal adapters must be equal files.)"""
+    try:
+        name = json.loads((folder / CONFIG).read_text()).get("base_model_name_or_path")
+        card = (folder / CARD).read_text() if (folder / CARD).is_file() else ""
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"{folder} cannot be read as an adapter: {error}") from error
+    found = re.search(rf"^- {CARD_FINGERPRINT}: ([0-9a-f]{{16}})\s*$", card, re.MULTILINE)
+    return name or "", found[1] if found else None
 
 
 def check_written(adapter: LoraAdapter, folder: Path) -> None:

@@ -23,7 +23,8 @@ from rllm.backends.local.model import Decoder, PackedCausal
 from rllm.config.schema import LoraConfig, LoraSettings
 from rllm.errors import ModelError
 from rllm.lora.adapter import LoraAdapter
-from rllm.lora.files import check_written, load_into, read_adapter, verify_with_peft, write_adapter
+from rllm.lora.checkpoint import fingerprint
+from rllm.lora.files import CARD, CARD_FINGERPRINT, check_written, load_into, read_adapter, verify_with_peft, write_adapter
 from rllm.lora.match import adapted_modules, leaf_names, unmatched_excludes
 from rllm.version import __version__
 
@@ -106,7 +107,7 @@ def save_adapter(adapter: LoraAdapter, path: Path, settings: LoraSettings, conte
             shutil.copyfile(folder / name, path / name)
     check_written(adapter, path)
     gap = _verified_gap(adapter, path, context)
-    (path / "README.md").write_text(_model_card(adapter, settings, context, gap))
+    (path / CARD).write_text(_model_card(adapter, settings, context, gap))
     return gap
 
 
@@ -137,6 +138,7 @@ def _model_card(adapter: LoraAdapter, settings: LoraSettings, context: SaveConte
     kinds = ", ".join(f"{kind} x{count}" for kind, count in target_counts(adapter).items())
     rows = {
         "base": context.model_name,
+        CARD_FINGERPRINT: fingerprint(context.folder),
         "rank": adapter.rank,
         "alpha": f"{adapter.alpha:g} (scale {scale})",
         "target modules": f"{settings.target_modules} ({kinds})",

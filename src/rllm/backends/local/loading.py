@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from rllm.backends.local.model import Decoder, DecoderConfig
 from rllm.errors import ModelError
+from rllm.lora.checkpoint import INDEX, SINGLE, plan_shards, weight_files, write_index
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 DEFAULT_MODEL = Path(__file__).parents[2] / "models" / "default"
@@ -140,17 +141,7 @@ def load_decoder(folder: Path, dtype: torch.dtype = torch.float32, device: str |
 
 
 def _checkpoint_tensors(folder: Path, device: str | torch.device):
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-    else:
-        single = folder / "model.safetensors"
-        files = [single] if single.is_file() else sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise ModelError(f"model.path: {folder} has no model.safetensors; save the model with save_pretrained()")
-    for file in files:
-        if not file.is_file():
-            raise ModelError(f"model.path: {file} is named in {index.name} and missing")
+    for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt", device=str(device)) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
@@ -192,29 +183,17 @@ def end_of_turn_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
 def save_decoder(model: Decoder, source: Path, out: Path, dtype: torch.dtype | None = None) -> None:
     """Write `model` as a folder that transformers loads, with config and tokenizer files copied from `source`."""
     out.mkdir(parents=True, exist_ok=True)
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    size = 0
-    for name, tensor in model.hf_tensors():
-        tensor = tensor.detach().to("cpu", dtype or tensor.dtype).contiguous().clone()
-        if size and size + tensor.nbytes > MAX_SHARD_BYTES:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    # An index left by an earlier, sharded save would send readers to its old shards.
-    (out / "model.safetensors.index.json").unlink(missing_ok=True)
-    if len(shards) == 1:
-        save_file(shards[0], out / "model.safetensors", metadata={"format": "pt"})
-    else:
-        weight_map = {}
-        for i, shard in enumerate(shards, 1):
-            file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-            save_file(shard, out / file, metadata={"format": "pt"})
-            weight_map.update(dict.fromkeys(shard, file))
-        total = sum(t.nbytes for shard in shards for t in shard.values())
-        (out / "model.safetensors.index.json").write_text(
-            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
-        )
+    tensors = dict(model.hf_tensors())
+    size = (dtype or model.dtype).itemsize
+    shards = plan_shards({name: tensor.numel() * size for name, tensor in tensors.items()}, MAX_SHARD_BYTES)
+    # What an earlier save of another shape left would be what readers take.
+    for name in (SINGLE, INDEX):
+        (out / name).unlink(missing_ok=True)
+    for file, names in shards.items():
+        shard = {n: tensors[n].detach().to("cpu", dtype or tensors[n].dtype).contiguous().clone() for n in names}
+        save_file(shard, out / file, metadata={"format": "pt"})
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    write_index(out, shards, parameters * size, parameters)
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype or model.dtype).removeprefix("torch.")
