@@ -24,7 +24,15 @@ from rllm.config.schema import LoraConfig, LoraSettings
 from rllm.errors import ModelError
 from rllm.lora.adapter import LoraAdapter
 from rllm.lora.checkpoint import fingerprint
-from rllm.lora.files import CARD, CARD_FINGERPRINT, check_written, load_into, read_adapter, verify_with_peft, write_adapter
+from rllm.lora.files import (
+    CARD,
+    CARD_FINGERPRINT,
+    check_written,
+    load_into,
+    read_adapter,
+    verify_with_peft,
+    write_adapter,
+)
 from rllm.lora.match import adapted_modules, leaf_names, unmatched_excludes
 from rllm.version import __version__
 

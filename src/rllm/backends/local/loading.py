@@ -34,8 +34,9 @@ TOKENIZER_FILES = (
 )
 
 
-def resolve_model(path: str) -> Path:
-    """Local folder of a model: `default` is the one inside the package, an existing folder itself, else a hub id to download."""
+def resolve_model(path: str, key: str = "model.path") -> Path:
+    """Local folder of a model: `default` is the one inside the package, an existing folder itself, else a hub id to download. `key`
+    is what an error says was wrong."""
     if path == "default":
         return DEFAULT_MODEL
     folder = Path(path).expanduser()
@@ -43,7 +44,7 @@ def resolve_model(path: str) -> Path:
         return folder
     if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
         raise ModelError(
-            f"model.path: no folder {path!r}; give a folder with config.json and *.safetensors, a hub id such as "
+            f"{key}: no folder {path!r}; give a folder with config.json and *.safetensors, a hub id such as "
             "'Qwen/Qwen3-0.6B', or 'default'"
         )
     from huggingface_hub import snapshot_download
@@ -52,7 +53,7 @@ def resolve_model(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
     except Exception as error:  # the hub client raises many kinds; all mean "not available"
         raise ModelError(
-            f"model.path: {path!r} is no local folder and could not be fetched from the hub "
+            f"{key}: {path!r} is no local folder and could not be fetched from the hub "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); check the name and the network, or give a local folder"
         ) from error
 
