@@ -26,7 +26,7 @@ SIZES = {
     "pad_token_id": None,
 }
 OTHERS = {
-    "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, ["query_key_value", "dense_h_to_4h", "embed_out"]),
+    "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, ["query_key_value", "dense_h_to_4h", "dense"]),
     "gemma": (GemmaForCausalLM, GemmaConfig, "all-linear"),
 }
 
@@ -58,7 +58,7 @@ def peft_adapter(base, folder, scale=0.2, **settings):
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_embedding_layers=False)
     return folder
 
 
@@ -110,7 +110,7 @@ def test_a_bfloat16_base_stays_bfloat16_and_each_sum_is_rounded_once(pair, tmp_p
         tensors_of(tmp_path / "merged"),
         load_file(adapter / "adapter_model.safetensors"),
     )
-    assert before.keys() <= after.keys() and {t.dtype for t in after.values()} == {torch.bfloat16}
+    assert before.keys() == after.keys() and {t.dtype for t in after.values()} == {torch.bfloat16}
     adapted = 0
     for name, weight in after.items():
         key = f"base_model.model.{name.removesuffix('.weight')}.lora_%s.weight"
@@ -122,8 +122,8 @@ def test_a_bfloat16_base_stays_bfloat16_and_each_sum_is_rounded_once(pair, tmp_p
             before.get(name, before.get("gpt_neox.embed_in.weight")).double()
             + 2.0 * update[key % "B"].double() @ update[key % "A"].double()
         )
-        # Half a unit in the last place of bfloat16 is 2^-9 of the value, and nothing is lost before.
-        assert ((weight.double() - exact).abs() <= exact.abs() * 2**-9 + 1e-6).all()
+        # Half a unit in the last place of bfloat16 is 2^-8 of the value, and nothing is lost before.
+        assert ((weight.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
     assert adapted == result.matrices > 5
     assert result.logits.gap < 0.5 * result.logits.change
     assert 0 < result.rounding < 0.1
@@ -170,13 +170,12 @@ def test_one_shard_is_in_memory_at_a_time(pair, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma", "gpt_neox"])
 def test_an_adapted_head_of_a_tied_model_gets_a_matrix_of_its_own(pair, tmp_path, kind):
-    head = "embed_out" if kind == "gpt_neox" else "lm_head"
-    base, adapter = pair(kind, adapter={"target_modules": [head]}, tie_word_embeddings=True)
+    base, adapter = pair(kind, adapter={"target_modules": ["lm_head"]}, tie_word_embeddings=True)
     result = merge_adapter(adapter, base, tmp_path / "merged")
     assert (logits_of(tmp_path / "merged") - logits_of(base, adapter)).abs().max() < 1e-4
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is False
     before, after = tensors_of(base), tensors_of(tmp_path / "merged")
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if head not in name)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if "lm_head" not in name)
     assert any("tied" in note for note in result.notes)
 
 
@@ -248,7 +247,7 @@ def test_values_that_are_not_finite_are_refused_in_adapter_base_and_result(pair,
     name = next(n for n in good if "lora_B" in n)
     save_file(good | {name: torch.full_like(good[name], float("inf"))}, adapter / "adapter_model.safetensors")
     refused(ModelError, "not finite", adapter, base, tmp_path / "out")
-    save_file({n: t * (1e5 if "lora_B" in n else 1) for n, t in good.items()}, adapter / "adapter_model.safetensors")
+    save_file({n: t * (1e7 if "lora_B" in n else 1) for n, t in good.items()}, adapter / "adapter_model.safetensors")
     refused(ModelError, "does not fit torch.float16", adapter, base, tmp_path / "out", MergeOptions(torch.float16))
     save_file(good, adapter / "adapter_model.safetensors")
     weights = load_file(base / "model.safetensors")
@@ -258,10 +257,10 @@ def test_values_that_are_not_finite_are_refused_in_adapter_base_and_result(pair,
 
 
 def test_an_adapter_of_another_base_is_refused_with_what_does_not_fit(pair, tmp_path):
-    base, adapter = pair("qwen3")
+    _, adapter = pair("qwen3")
     neox = base_model("gpt_neox", tmp_path / "neox")
     refused(ModelError, r"GPTNeoXForCausalLM has no module 'model\.layers", adapter, neox, tmp_path / "out")
-    wider = base_model("llama", tmp_path / "wider", hidden_size=64)
+    wider = base_model("llama", tmp_path / "wider", hidden_size=96)
     refused(ModelError, "is it an adapter of another base", adapter, wider, tmp_path / "out")
 
 
@@ -300,14 +299,22 @@ def test_an_embedding_is_not_taken_for_a_linear_layer(pair, tmp_path):
     refused(ModelError, "embed_tokens is a Embedding; only adapters of linear", adapter, base, tmp_path / "out")
 
 
+def test_weights_of_the_base_inside_an_adapter_are_refused_with_the_fix(pair, tmp_path):
+    base, adapter = pair("qwen3", adapter={"target_modules": ["lm_head"]}, tie_word_embeddings=False)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    head = "base_model.model.lm_head.base_layer.weight"
+    save_file(
+        tensors | {head: load_file(base / "model.safetensors")["lm_head.weight"]}, adapter / "adapter_model.safetensors"
+    )
+    refused(ModelError, r"lm_head\.base_layer\.weight.*save_embedding_layers=False", adapter, base, tmp_path / "out")
+
+
 def test_a_result_that_peft_would_not_give_is_refused(pair, tmp_path, monkeypatch):
     base, adapter = pair("qwen3")
-    right = merge_check.check_tensors
     monkeypatch.setattr("rllm.lora.merge.merged_weight", lambda weight, update: weight.float())
     refused(ModelError, "read back from model.safetensors, is not what it should be", adapter, base, tmp_path / "out")
     monkeypatch.setattr("rllm.lora.merge.check_tensors", lambda *a: None)
     refused(ModelError, "logits differ from PEFT's by", adapter, base, tmp_path / "out")
-    assert right is merge_check.check_tensors
 
 
 def test_a_model_too_large_to_load_is_checked_tensor_by_tensor(pair, tmp_path, monkeypatch):
@@ -330,8 +337,7 @@ def test_a_folder_with_files_is_refused_and_overwrite_replaces_only_an_earlier_m
     (out / "mine.txt").write_text("keep me")
     refused(ConfigError, "holds mine.txt; give a new folder", adapter, base, out)
     merge_adapter(adapter, base, out, MergeOptions(max_shard_bytes=50_000, overwrite=True))
-    refused_again = pytest.raises(ConfigError, match="or --overwrite to replace an earlier merge")
-    with refused_again:
+    with pytest.raises(ConfigError, match="or --overwrite to replace an earlier merge"):
         merge_adapter(adapter, base, out)
     merge_adapter(adapter, base, out, MergeOptions(overwrite=True))
     assert (out / "mine.txt").read_text() == "keep me"
@@ -350,7 +356,7 @@ def test_other_peoples_weights_the_base_and_files_are_never_written_over(pair, t
     with pytest.raises(ConfigError, match="is what is merged"):
         merge_adapter(adapter, base, base, MergeOptions(overwrite=True))
     foreign = base_model("llama", tmp_path / "foreign")
-    with pytest.raises(ConfigError, match="model.safetensors comes from no earlier merge"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors comes from no earlier merge"):
         merge_adapter(adapter, base, foreign, MergeOptions(overwrite=True))
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="is a file"):

@@ -150,7 +150,14 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[Tensor, 
             raise ModelError(f"lora.adapter_path: {folder / WEIGHTS}: {name} holds values that are not finite")
         matrices[name] = (a, b, _scale(config, name, a.shape[0]))
     if tensors:
-        raise ModelError(f"lora.adapter_path: {folder / WEIGHTS} holds the unexpected tensor {next(iter(tensors))!r}")
+        raise ModelError(
+            f"lora.adapter_path: {folder / WEIGHTS} holds the unexpected tensor {next(iter(tensors))!r}"
+            + (
+                "; save it again with PEFT's save_pretrained(..., save_embedding_layers=False)"
+                if ".base_layer." in next(iter(tensors))
+                else ""
+            )
+        )
     return config, matrices
 
 
