@@ -9,7 +9,7 @@ import difflib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 
-from rllm.config.schema import Config
+from rllm.config.schema import Config, ModelConfig
 from rllm.errors import ConfigError
 
 FULL_FINETUNING_LR = 2e-6
@@ -48,6 +48,8 @@ def check(config: Config, provenance: Mapping[str, str] | None = None, training:
     _one_of("algorithm.loss_agg_mode", a.loss_agg_mode, AGGREGATIONS, KNOWN_AGGREGATIONS, refuse)
     for name in config.trainer.logger:
         _one_of("trainer.logger", name, LOGGERS, KNOWN_LOGGERS, refuse)
+    if problem := quantization_problem(config.model, bool(config.lora.adapters())):
+        raise refuse("model.quantization", problem)
     if a.kl_beta > 0:
         raise refuse("algorithm.kl_beta", f"algorithm.kl_beta={a.kl_beta:g}: the KL term is not built yet; set it to 0")
     if not training or config.trainer.val_only:
@@ -56,6 +58,22 @@ def check(config: Config, provenance: Mapping[str, str] | None = None, training:
     if "tensorboard" in config.trainer.logger and importlib.util.find_spec("tensorboard") is None:
         raise refuse("trainer.logger", "trainer.logger: tensorboard is not installed; pip install 'rllm[tensorboard]'")
     return _notes(config, provenance or {})
+
+
+def quantization_problem(model: ModelConfig, lora: bool, device: str | None = None) -> str | None:
+    """Why ``model.quantization`` cannot be had, as far as is known: `lora` whether there are adapters, `device` what ``auto`` came to."""
+    key = f"model.quantization={model.quantization}"
+    if model.quantization == "none":
+        return None
+    if not lora:
+        return f"{key} with lora.rank=0: weights in 4 bits cannot be trained; set lora.rank above 0, or model.quantization=none"
+    if (device or model.device) == "cpu":
+        return (
+            f"{key} needs a CUDA device, model.device={model.device} is the CPU; use cuda, or model.quantization=none"
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return f"{key}: bitsandbytes is not installed; pip install 'rllm[qlora]'"
+    return None
 
 
 def _check_sampling(config: Config, refuse: Callable[[str, str], ConfigError]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -115,8 +115,22 @@ def rotary_frequencies(config: DecoderConfig, hf: Any) -> tuple[torch.Tensor, fl
     return inv_freq, float(scale)
 
 
-def load_decoder(folder: Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Decoder:
-    """The model of `folder` in `dtype` on `device`. Every tensor of the checkpoint must be used and every weight filled."""
+def load_decoder(
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    quantization: Literal["none", "nf4"] = "none",
+) -> Decoder:
+    """The model of `folder` in `dtype` on `device`. Every tensor of the checkpoint must be used and every weight filled.
+
+    With `quantization` nf4 it is read into the host's memory, and the matrices of its layers go to `device` in 4 bits.
+    """
+    if quantization == "nf4":
+        from rllm.backends.local.quantized import quantize_decoder
+
+        model = load_decoder(folder, dtype)
+        quantize_decoder(model, torch.device(device))
+        return model
     config, hf = read_config(folder)
     inv_freq, scale = rotary_frequencies(config, hf)
     model = Decoder(config, inv_freq, scale, dtype, device)
