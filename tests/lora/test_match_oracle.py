@@ -126,16 +126,28 @@ pattern = st.one_of(
 
 
 def lora_settings(names):
-    """Settings for a tree: targets and excludes as lists, expressions, whole names; patterns for ranks and alphas."""
-    some = st.lists(st.one_of(suffix, st.sampled_from(names)), min_size=1, max_size=4)
+    """Settings for a tree: targets and excludes as lists, expressions, whole names; patterns for ranks and alphas. Most name something."""
+    parts = [name.split(".") for name in names]
+    present = st.sampled_from(sorted({".".join(p[-n:]) for p in parts for n in range(1, len(p) + 1)}))
+    some = st.lists(present, min_size=1, max_size=4) | st.lists(present | suffix, min_size=1, max_size=3)
+    there = present.map(lambda name: rf"(.*\.)?{name}")
+    key = st.one_of(present, present, present.map(lambda name: rf"[a-z0-9.]*{name}"), pattern)
+    often = st.integers(0, 9).map(lambda n: n < 7)
+    wanted = st.one_of(some, there, st.just("all-linear"), st.just(list(names)))
+    left_out = st.one_of(
+        st.lists(st.sampled_from(names), min_size=1, max_size=2),
+        st.lists(present | suffix, min_size=1, max_size=2),
+        there,
+        regex,
+    )
     return st.builds(
         LoraSettings,
         rank=st.integers(1, 8),
         alpha=st.integers(1, 32),
-        target_modules=st.one_of(some, regex, st.just("all-linear"), st.just(list(names))),
-        exclude_modules=st.one_of(st.none(), some, regex),
-        rank_pattern=st.dictionaries(pattern, st.integers(1, 9), max_size=2),
-        alpha_pattern=st.dictionaries(pattern, st.integers(1, 64), max_size=2),
+        target_modules=often.flatmap(lambda yes: wanted if yes else regex),
+        exclude_modules=often.flatmap(lambda yes: st.none() if yes else left_out),
+        rank_pattern=st.just({}) | st.dictionaries(key, st.integers(1, 9), max_size=2),
+        alpha_pattern=st.just({}) | st.dictionaries(key, st.integers(1, 64), max_size=2),
         use_rslora=st.booleans(),
     )
 
@@ -178,3 +190,15 @@ def test_an_expression_that_matches_nothing_is_an_error_in_both(names):
     assert pefts_choice(names, lora) is None
     with pytest.raises(ConfigError, match="matches no module"):
         our_choice(names, lora)
+
+
+@settings(max_examples=100, deadline=None)
+@given(trees, st.data(), st.booleans())
+def test_the_first_pattern_that_names_a_layer_gives_its_rank_and_alpha(names, data, rslora):
+    ends = sorted({".".join(name.split(".")[-n:]) for name in names for n in range(1, name.count(".") + 2)})
+    key = st.sampled_from([*ends, *(rf"[a-z0-9_.]*{end}" for end in ends), *(f"^{name}" for name in names)])
+    ranks = data.draw(st.dictionaries(key, st.integers(1, 9), min_size=1, max_size=3))
+    alphas = data.draw(st.dictionaries(key, st.integers(1, 64), min_size=1, max_size=3))
+    lora = LoraSettings(rank=12, alpha=100, rank_pattern=ranks, alpha_pattern=alphas, use_rslora=rslora)
+    assert any(rank < 12 for rank, _ in our_choice(names, lora).values())
+    compare(names, lora)
