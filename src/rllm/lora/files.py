@@ -22,7 +22,7 @@ from rllm.algorithms.spec import DEFAULT_ADAPTER
 from rllm.config.schema import Config, LoraConfig, LoraSettings
 from rllm.errors import ModelError
 from rllm.lora.adapter import LoraAdapter
-from rllm.lora.match import by_pattern, match_modules
+from rllm.lora.match import ALL_LINEAR, by_pattern, match_modules
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 CARD, CARD_FINGERPRINT = "README.md", "base fingerprint"
@@ -101,9 +101,11 @@ def write_adapter(
 
 
 def _targets(adapter: LoraAdapter, settings: LoraSettings, names: Sequence[str]) -> dict[str, Any]:
-    """The targets as the user gave them where PEFT reads them as we did; else the adapted modules by name."""
+    """The targets as the user gave them where PEFT reads them as we did; else the adapted modules by name. An expression is one that PEFT
+    may read otherwise: it tries every module, and one such as ``.*layers\\.1\\..*`` names norms and whole blocks too, which is an error there."""
     target, exclude = settings.target_modules, settings.exclude_modules
-    if match_modules(names, target, exclude) != adapter.modules_adapted:
+    expression = isinstance(target, str) and target != ALL_LINEAR
+    if expression or match_modules(names, target, exclude) != adapter.modules_adapted:
         target, exclude = list(adapter.modules_adapted), None
     return {"target_modules": target, "exclude_modules": exclude}
 
