@@ -101,6 +101,19 @@ def test_the_merged_model_gives_the_logits_of_peft_over_the_base(pair, tmp_path,
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
 
 
+def test_every_tensor_is_the_one_that_pefts_own_merge_makes(pair, tmp_path):
+    from peft import PeftModel
+
+    base, adapter = pair(
+        "llama", tie_word_embeddings=False, adapter={"target_modules": ["q_proj", "down_proj", "lm_head"]}
+    )
+    merge_adapter(adapter, base, tmp_path / "merged")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).merge_and_unload()
+    theirs, ours = model.state_dict(), tensors_of(tmp_path / "merged")
+    assert theirs.keys() == ours.keys()
+    assert all((ours[name] - tensor).abs().max() < 1e-6 for name, tensor in theirs.items())
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "gpt_neox"])
 def test_a_bfloat16_base_stays_bfloat16_and_each_sum_is_rounded_once(pair, tmp_path, kind):
     base, adapter = pair(kind, torch.bfloat16)
