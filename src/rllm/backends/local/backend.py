@@ -40,7 +40,8 @@ from rllm.backends.local.loading import (
     save_decoder,
 )
 from rllm.backends.local.model import Decoder
-from rllm.config.schema import Config
+from rllm.config.check import quantization_problem
+from rllm.config.schema import Config, ModelConfig
 from rllm.errors import ConfigError, ModelError
 from rllm.lora.adapter import LoraAdapter, LowRankPairs
 
@@ -86,10 +87,11 @@ class LocalBackend:
     def create(cls, config: Config) -> LocalBackend:
         """Load the model that `config` names and put a fresh (or given) adapter on it."""
         device = pick_device(config.model.device)
+        check_quantization(config.model, bool(config.lora.adapters()), device)
         dtype = pick_dtype(config.model.dtype, device)
         folder = resolve_model(config.model.path)
         tokenizer = load_tokenizer(folder)
-        model = load_decoder(folder, dtype, device)
+        model = load_decoder(folder, dtype, device, config.model.quantization)
         if len(tokenizer) > model.config.vocab_size:
             raise ModelError(
                 f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, the model {model.config.vocab_size}"
@@ -231,6 +233,7 @@ class LocalBackend:
         adapters = self.adapters.items()
         return {
             "model.path": self.model_name,
+            "model.quantization": self.config.model.quantization,
             "lora.per_role": sorted(self.adapters),
             "lora.rank": {name: adapter.rank for name, adapter in adapters},
             "lora.target_modules": {name: sorted(adapter.modules_adapted) for name, adapter in adapters},
@@ -256,6 +259,12 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"model.device: {name!r} asked for, but torch sees no CUDA device here; use cpu or auto")
     return device
+
+
+def check_quantization(settings: ModelConfig, lora: bool, device: torch.device) -> None:
+    """Refuse a quantised base that cannot be, before anything is loaded."""
+    if problem := quantization_problem(settings, lora, device.type):
+        raise ConfigError(problem)
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
