@@ -154,6 +154,7 @@ class _Run:
         account.check()
         self.account.add(account)
         metrics = reward_metrics(groups) | episode_metrics(episodes) | account.to_metrics()
+        metrics |= self.rollouts.gateway.take_counts()
         metrics |= self._update(data)
         self.completed = self.step
         self.last_rewards = {name: value for name, value in metrics.items() if name.endswith("/mean")}
