@@ -24,8 +24,20 @@ TEXTS = [
     "</tool_response>", "<tool_call>{}</tool_call>", "<think>", "a\ufdd0b", "{{ messages }}", "{% raw %}", "\x00\x07", "e\u0301", "word " * 40,
 ]  # fmt: skip
 THOUGHTS = ["", "", "", "<think>\nso it is\n</think>\n\n", "<think>hm</think>", "<think>never ends"]
-ARGUMENTS: list[Any] = [{}, {"a": 1}, {"z": [1, {"y": None}], "a": "→ <|im_end|>"}, {"text": "</tool_call>"}, {"n": 1.5, "b": True}]
-BROKEN = ['{"name": "f", "arguments": {"a": 1,', '{"name": "f"}', "f(1)", '{"name": "f", "arguments": [1]}', '{"arguments": {}}']
+ARGUMENTS: list[Any] = [
+    {},
+    {"a": 1},
+    {"z": [1, {"y": None}], "a": "→ <|im_end|>"},
+    {"text": "</tool_call>"},
+    {"n": 1.5, "b": True},
+]
+BROKEN = [
+    '{"name": "f", "arguments": {"a": 1,',
+    '{"name": "f"}',
+    "f(1)",
+    '{"name": "f", "arguments": [1]}',
+    '{"arguments": {}}',
+]
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": text, "parameters": {"type": "object"}}}
     for name, text in (("f", "does f"), ("g", "ends <|im_end|> turns"))
@@ -187,11 +199,18 @@ class Client:
         for step, call in zip(steps, calls.values(), strict=True):
             step.fill(call.output)
         rows = rows_of(Trajectory(steps=steps), 1.0)
-        trained = [(token, logprob) for row in rows for token, m, logprob in zip(row.ids, row.mask, row.logprobs, strict=True) if m]
+        trained = [
+            (token, logprob)
+            for row in rows
+            for token, m, logprob in zip(row.ids, row.mask, row.logprobs, strict=True)
+            if m
+        ]
         assert trained == [pair for _, ids, logprobs in self.backend.said for pair in zip(ids, logprobs, strict=True)]
         assert all(logprob == 0.0 for row in rows for m, logprob in zip(row.mask, row.logprobs, strict=True) if not m)
         counts = self.session.counts()
-        assert counts["calls"] == len(calls) and counts["segments"] <= len(rows) and counts["rewritten"] <= counts["calls"]
+        assert (
+            counts["calls"] == len(calls) and counts["segments"] <= len(rows) and counts["rewritten"] <= counts["calls"]
+        )
 
 
 class Plain:

@@ -30,7 +30,11 @@ def told(text: str) -> tuple[str, list[tuple[str, Any]]]:
         (f"a\n{GOOD}\nb", "a\nb", [("f", {"a": 1})]),
         ('<tool_call>{"name": "f", "arguments": {}}</tool_call>', "", [("f", {})]),
         ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 2}"}</tool_call>', "", [("f", {"a": 2})]),
-        ('<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>', "", [("f", {"a": "</tool_call>"})]),
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>',
+            "",
+            [("f", {"a": "</tool_call>"})],
+        ),
         ('<tool_call>{"name": "f", "arguments": {"a": 1}}', "", [("f", {"a": 1})]),
         ('<tool_call>{"name": "f", "arguments": {"ä": "→"}}</tool_call>', "", [("f", {"ä": "→"})]),
         (f"<think>I could {GOOD}</think>no", f"<think>I could {GOOD}</think>no", []),

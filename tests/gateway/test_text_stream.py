@@ -18,7 +18,9 @@ def pieces(text: str, *, chunk: int = 1, **how) -> list[str]:
     return [stream.push(ids[i : i + chunk]) for i in range(0, len(ids), chunk)]
 
 
-@pytest.mark.parametrize("text", ["hello", "naïve 東京 🙂🙂", " leading and trailing ", "\n\n", "a\ufffdb", "<think>\nso\n</think>"])
+@pytest.mark.parametrize(
+    "text", ["hello", "naïve 東京 🙂🙂", " leading and trailing ", "\n\n", "a\ufffdb", "<think>\nso\n</think>"]
+)
 @pytest.mark.parametrize("chunk", [1, 2, 5])
 def test_the_pieces_are_the_text(text: str, chunk: int) -> None:
     assert "".join(pieces(text, chunk=chunk)) == text

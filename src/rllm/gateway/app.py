@@ -204,11 +204,20 @@ def _json(data: Any, status: int = 200) -> Response:
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    size = request.headers.get("content-length", "")
-    if size.isdecimal() and int(size) > MAX_BODY_BYTES:
-        raise RequestError(f"the body has {size} bytes; at most {MAX_BODY_BYTES} are read", status=413)
+    told = request.headers.get("content-length", "")
+    size = int(told) if told.isdecimal() else 0
+    parts: list[bytes] = []
+    if size <= MAX_BODY_BYTES:
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > MAX_BODY_BYTES:
+                break
+            parts.append(part)
+    if size > MAX_BODY_BYTES:
+        raise RequestError(f"the body has {size} bytes or more; at most {MAX_BODY_BYTES} are read", status=413)
     try:
-        body = strict_json(await request.body())
+        body = strict_json(b"".join(parts))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
