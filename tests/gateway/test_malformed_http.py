@@ -108,7 +108,7 @@ def check(http: httpx.Client, examples: int) -> None:
         deadline=None,
         database=None,
         derandomize=True,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     )
     @given(st.sampled_from(["/v1", "/s/s/v1"]), st.sampled_from(sorted(GOOD)), BODY)
     def any_body(prefix: str, path: str, body: Any) -> None:
@@ -119,8 +119,8 @@ def check(http: httpx.Client, examples: int) -> None:
         assert http.post(f"/v1/{path}", json=body).status_code == 200
 
 
-def test_300_malformed_bodies_are_refused_or_answered(http: httpx.Client) -> None:
-    check(http, 300)
+def test_100_malformed_bodies_are_refused_or_answered(http: httpx.Client) -> None:
+    check(http, 100)
 
 
 @pytest.mark.slow

@@ -344,9 +344,10 @@ def test_a_listener_whose_loop_has_ended_does_not_disturb_the_others(make, engin
     started = []
 
     async def leave():
-        asyncio.ensure_future(engine.sample(prompt, SamplingParams(100), BASE, lambda *_: None))
+        left = asyncio.ensure_future(engine.sample(prompt, SamplingParams(100), BASE, lambda *_: None))
         started.append(engine.submit(prompt, SamplingParams(100)))
         await asyncio.sleep(0.01)
+        assert not left.done()
 
     asyncio.run(leave())
     assert len(started[0].result(60).ids) == 100
