@@ -83,11 +83,10 @@ class Client:
         plain = self.model.renderer  # a marker that is said, not one that ends the turn
         self.tokens = [token for piece in split(rng, text) for token in plain.encode(plain.guard(piece))]
         if not self.calls and rng.random() < 0.1:  # bytes that are no text, and structure in the middle of an answer
-            self.tokens += [rng.randrange(len(self.tokenizer)) for _ in range(5)]
-            eos = self.tokenizer.eos_token_id
-            self.tokens = [token for token in self.tokens if token != eos]
-            if "<tool_call>" in self.tokenizer.decode(self.tokens):
-                self.tokens = [token for token in self.tokens if token < 300]
+            eos, broken = self.tokenizer.eos_token_id, [rng.randrange(len(self.tokenizer)) for _ in range(5)]
+            whole_text = self.tokenizer.decode([*self.tokens, *broken])
+            if eos not in broken and whole_text.count("<tool_call>") == text.count("<tool_call>"):
+                self.tokens += broken
 
     def speak(self) -> None:
         """The next messages of the client, and sometimes a changed history."""
@@ -176,12 +175,12 @@ class Client:
             known = [*earlier.prompt_ids, *earlier.completion_ids]
             assert output.prompt_ids[: len(known)] == known and len(output.prompt_ids) > len(known)
         if self.last is not None and self.faithful:
-            if call.extends is None:
-                assert call.rewrote is not None and call.rewrote.by == "template"
+            if call.rewrote is None:
+                assert call.extends == self.last.output.id
             else:
-                assert call.extends == self.last.output.id and call.rewrote is None
+                assert call.rewrote.by == "template" and call.extends != self.last.output.id
             if self.template == "smollm2" and self.last.output.completion_ids[-1] == self.tokenizer.eos_token_id:
-                assert call.extends is not None  # this template rewrites nothing
+                assert call.extends == self.last.output.id  # this template rewrites nothing
         if call.rewrote is not None:
             assert output.prompt_ids[call.rewrote.at : call.rewrote.at + 1] == (
                 [] if call.rewrote.found is None else [call.rewrote.found]

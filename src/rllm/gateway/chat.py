@@ -103,6 +103,7 @@ class ChatModel:
         """
         listed, forced = list(tools.tools) if tools else [], hermes.forced_start(tools)
         earlier, n, known = session.earlier(messages, trajectory) if session else (None, 0, False)
+        ids, as_sampled, text = None, messages, ""
         if earlier is not None:
             said: Message = {"role": "assistant", "content": earlier.output.text}
             as_sampled = [*earlier.as_sampled, said, *messages[n:]]
@@ -110,20 +111,23 @@ class ChatModel:
                 text = self.renderer.text(as_sampled, listed, settings)
                 ids = self._extended(earlier, text, forced)
             except RequestError:  # a template may refuse an answer as it was sampled
-                text, ids = "", None
-            if ids is not None:
-                by = "client" if known else None
-                return Prompt(ids, messages, as_sampled, text, forced, tools, earlier.output.id, by)
-        text = self.renderer.text(messages, listed, settings)
-        by = "template" if earlier is not None and not known else "client" if known else None
-        return Prompt(self.renderer.encode(text + forced), messages, messages, text, forced, tools, None, by)
+                pass
+        extends = earlier.output.id if earlier is not None and ids is not None else None
+        by = "client" if known else "template" if earlier is not None and ids is None else None
+        if ids is None:
+            as_sampled, text = messages, self.renderer.text(messages, listed, settings)
+            ids = self.renderer.encode(text + forced)
+        if session and by:  # what was rewritten can come to tokens that go on from recorded ones all the same
+            continued, latest = session.continued(ids, trajectory)
+            extends, by = (continued, None) if latest else (extends or continued, by)
+        return Prompt(ids, messages, as_sampled, text, forced, tools, extends, by)
 
     def text_prompt(
         self, prompt: str | Sequence[int], session: Session | None = None, trajectory: str | None = None
     ) -> Prompt:
         """A raw text, in which special tokens are meant, or token ids."""
         ids = self.renderer.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
-        return Prompt(ids, extends=session.continued(ids, trajectory) if session else None)
+        return Prompt(ids, extends=session.continued(ids, trajectory)[0] if session else None)
 
     def prepare(
         self,

@@ -87,10 +87,13 @@ class History:
         named = (self._by_tool_call.get(call["id"]) for call in messages[n - 1].get("tool_calls", ()))
         return next((call for call in named if call in found), found[-1]), n, known
 
-    def continued(self, trajectory: str | None, ids: list[int]) -> str | None:
-        """The latest call with whose tokens a prompt of token ids begins."""
-        latest = reversed(self._sequences.get(trajectory, ()))
-        return next((call for call, known in latest if ids[: len(known)] == known), None)
+    def continued(self, trajectory: str | None, ids: list[int]) -> tuple[str | None, bool]:
+        """(the latest call with whose tokens a prompt of token ids begins, whether none came after it)."""
+        latest = self._sequences.get(trajectory, [])
+        for call_id, known in reversed(latest):
+            if ids[: len(known)] == known:
+                return call_id, call_id == latest[-1][0]
+        return None, False
 
     def first_difference(self, trajectory: str | None, ids: list[int]) -> tuple[int, int | None, int | None]:
         """(place, recorded token, token of `ids`) where `ids` leave the recorded sequence that they follow longest."""

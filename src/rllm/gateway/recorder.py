@@ -117,8 +117,8 @@ class Session:
             call_id, n, known = self._history.find(trajectory, messages)
             return self._calls.get(call_id) if call_id else None, n, known
 
-    def continued(self, prompt_ids: list[int], trajectory: str | None) -> str | None:
-        """The call with whose tokens a prompt of token ids begins."""
+    def continued(self, prompt_ids: list[int], trajectory: str | None) -> tuple[str | None, bool]:
+        """(the call with whose tokens a prompt of token ids begins, whether it is the latest of this trajectory)."""
         with self._lock:
             return self._history.continued(trajectory, prompt_ids)
 
