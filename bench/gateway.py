@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--calls", type=int, default=200, help="calls measured for the overhead")
+    parser.add_argument("--calls", type=int, default=100, help="calls measured for the overhead")
     parser.add_argument("--as-clients", help=argparse.SUPPRESS)
     args = parser.parse_args()
     raise_file_limit()

@@ -156,6 +156,16 @@ def test_a_workflow_call_is_recorded_like_one_over_http(model: ChatModel, backen
     assert output.prompt_ids == rendered(backend, [user("hi")]) and len(output.completion_ids) == 5
 
 
+def test_a_workflow_calls_tools_like_a_client(model: ChatModel, backend: Any) -> None:
+    backend.answer = lambda _: '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    engine = SessionEngine(model, Session("s"))
+    output = asyncio.run(engine.get_model_response([user("hi")], tools=tools, tool_choice="auto"))
+    assert [call["function"] for call in output.tool_calls] == [{"name": "f", "arguments": '{"a": 1}'}]
+    assert (output.content, output.finish_reason) == ("", "tool_calls")
+    assert '"name": "f"' in backend.tokenizer.decode(output.prompt_ids)
+
+
 @pytest.mark.parametrize(
     ("messages", "keywords"), [("hi", {}), ([user("hi")], {"temprature": 1}), ([user("hi")], {"top_p": 7})]
 )
