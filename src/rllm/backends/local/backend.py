@@ -24,6 +24,7 @@ from rllm.backends.base import (
     Completion,
     Datum,
     Losses,
+    OnToken,
     Probe,
     SamplingParams,
     initial_of,
@@ -99,9 +100,13 @@ class LocalBackend:
         return cls(config, folder, model, tokenizer, create_adapters(model, config.lora, config.trainer.seed))
 
     async def sample(
-        self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str = DEFAULT_ADAPTER
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        adapter: str = DEFAULT_ADAPTER,
+        on_token: OnToken | None = None,
     ) -> Completion:
-        return await self.engine.sample(prompt_ids, params, adapter)
+        return await self.engine.sample(prompt_ids, params, adapter, on_token)
 
     def forward_backward(self, data: Sequence[Datum], loss: Losses) -> dict[str, float]:
         return self.learner.forward_backward(data, loss)
