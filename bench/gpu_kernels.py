@@ -5,50 +5,91 @@ python bench/gpu_kernels.py
 
 from __future__ import annotations
 
-import math
+import argparse
+import time
 
 import torch
 import triton
-from gpu import SHAPES, adapter_of, generate, profile, prompts_of, random_decoder
+from gpu import SHAPES, adapter_of, generate, profile, prompts_of, random_decoder, rows_of_w
 
-from rllm.backends.local.cuda import kernels
+from rllm.backends.base import LossSpec
 from rllm.backends.local.cuda.engine import CudaEngine
 from rllm.backends.local.cuda.train import attention, attention_backward
+from rllm.backends.local.learner import Learner
 from rllm.backends.local.model import PackedCausal
+from rllm.backends.local.sums import Sums
 
-BANDWIDTH = 4.24e12
 
-
-def decode_attention_variants() -> None:
-    n, heads, kv_heads, size, context = 128, 16, 8, 128, 512
-    for page in (64, 128):
-        pages = n * context // page
-        k, v = (torch.randn(pages + 1, kv_heads, page, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        table = (torch.randperm(pages, device="cuda").view(n, -1) + 1).to(torch.int32)
-        positions = torch.full((n,), context - 1, device="cuda", dtype=torch.int32)
-        q = torch.randn(n, heads, size, device="cuda", dtype=torch.bfloat16)
-        out = torch.empty_like(q)
-        for warps in (2, 4, 8):
-            for stages in (2, 3, 4):
-
-                def run(
-                    page=page, k=k, v=v, table=table, warps=warps, stages=stages, q=q, out=out, positions=positions
-                ):
-                    kernels.decode_attention_kernel[(n, kv_heads, 1)](
-                        q, k, v, table, table.stride(0), positions, out, out, out, size**-0.5 * math.log2(math.e),
-                        HEADS=heads, KV_HEADS=kv_heads, GROUP=2, PADDED=16, SIZE=size, PAGE=page, SPLITS=1,
-                        num_warps=warps, num_stages=stages,
-                    )  # fmt: skip
-
-                try:
-                    us = triton.testing.do_bench(run, return_mode="median") * 1e3
-                except Exception as error:
-                    print("attention", page, warps, stages, type(error).__name__)
-                    continue
-                floor = n * context * kv_heads * size * 4 / BANDWIDTH * 1e6
-                print(
-                    f"decode attention page {page} warps {warps} stages {stages}: {us:.1f} us, {floor / us:.2f} of floor"
+def products() -> None:
+    """How the rows of adapters below a weight, and how many there are, change the time of a decoding product."""
+    for n in (64, 128, 256):
+        for name, columns, rows in (
+            ("qkv", 1024, 4096),
+            ("o", 2048, 1024),
+            ("gate_up", 1024, 6144),
+            ("down", 3072, 1024),
+        ):
+            times = []
+            for tail in (0, 16, 32, 64, 128, 256):
+                weights = [torch.randn(rows + tail, columns, device="cuda", dtype=torch.bfloat16) for _ in range(12)]
+                x = torch.randn(n, columns, device="cuda", dtype=torch.bfloat16)
+                graph = torch.cuda.CUDAGraph()
+                for w in weights:
+                    torch.nn.functional.linear(x, w)
+                with torch.cuda.graph(graph):
+                    for w in weights:
+                        torch.nn.functional.linear(x, w)
+                times.append(
+                    f"+{tail} {triton.testing.do_bench(graph.replay, return_mode='median') * 1e3 / len(weights):.2f}"
                 )
+            print(f"product {n} x {name}: us", "  ".join(times))
+
+
+def host_and_device() -> None:
+    """Time of a decoding step on the device alone, and of queueing it."""
+    model = random_decoder(SHAPES["0.6b"])
+    for label, ranks in (("base", ()), ("r8", (8,))):
+        for batch in (64, 128):
+            engine = CudaEngine(model, eos_ids=[], max_batch=batch, max_model_len=768)
+            names = [f"a{i}" for i in range(len(ranks))] or ["base"]
+            engine.publish(
+                {n: adapter_of(model, r).snapshot(model.dtype) for n, r in zip(names, ranks, strict=False)}, 1
+            )
+            generate(engine, prompts_of(batch, 256), names, 8)
+            step = engine._step
+            engine._state.positions.fill_(512)
+            with torch.inference_mode():
+                for _ in range(3):
+                    step.run(batch)
+                torch.cuda.synchronize()
+                started = time.perf_counter()
+                for _ in range(50):
+                    step.run(batch)
+                queued = time.perf_counter() - started
+                torch.cuda.synchronize()
+                done = time.perf_counter() - started
+            print(f"step {label} batch {batch}: queued in {queued * 20:.2f} ms, done in {done * 20:.2f} ms")
+            engine.close()
+    learner = Learner(model, {"default": adapter_of(model, 8)})
+    rows = rows_of_w(argparse.Namespace(prompt=256, tokens=512), 151936)
+    for _ in range(3):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        learner.model.fused = True
+        plain, Sums.metrics = Sums.metrics, lambda self: {}
+        learner.forward_backward(rows, LossSpec())
+        Sums.metrics = plain
+        queued = time.perf_counter() - started
+        torch.cuda.synchronize()
+        print(f"forward_backward of W: queued in {queued:.3f} s, done in {time.perf_counter() - started:.3f} s")
+    import cProfile
+    import pstats
+
+    profiler = cProfile.Profile()
+    profiler.enable()
+    learner.forward_backward(rows[:28], LossSpec())
+    profiler.disable()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(16)
 
 
 def training_attention() -> None:
@@ -86,6 +127,6 @@ def decode_profile() -> None:
 
 
 if __name__ == "__main__":
-    decode_attention_variants()
+    products()
+    host_and_device()
     training_attention()
-    decode_profile()

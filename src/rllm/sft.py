@@ -177,7 +177,7 @@ def batches(chats: Sequence[Tokens], batch_tokens: int, seed: int) -> Iterator[l
 def run_sft(config: SftConfig, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Train as `config` says; writes the model or adapter and `result.json` to ``trainer.out`` and returns the result."""
     from rllm.backends.local.adapters import SaveContext, create_adapter, save_adapter
-    from rllm.backends.local.backend import pick_device, pick_dtype
+    from rllm.backends.local.backend import check_quantization, pick_device, pick_dtype
     from rllm.backends.local.learner import Learner
     from rllm.backends.local.loading import load_decoder, load_tokenizer, resolve_model, save_decoder
 
@@ -187,6 +187,8 @@ def run_sft(config: SftConfig, log: Callable[[str], None] = print) -> dict[str, 
     if out.exists() and not out.is_dir():
         raise ConfigError(f"trainer.out: {out} is a file; give a folder")
     started = time.monotonic()
+    device = pick_device(config.model.device)
+    check_quantization(config.model, bool(config.lora.rank), device)
     folder = resolve_model(config.model.path)
     load_tokenizer(folder)
     files = [config.data.train_files] if isinstance(config.data.train_files, str) else config.data.train_files
@@ -194,8 +196,7 @@ def run_sft(config: SftConfig, log: Callable[[str], None] = print) -> dict[str, 
     chats = [chat for chat in everything if len(chat[0]) <= config.data.max_length]
     if not chats:
         raise DataError(f"all {len(everything)} chats are longer than data.max_length={config.data.max_length} tokens")
-    device = pick_device(config.model.device)
-    model = load_decoder(folder, pick_dtype(config.model.dtype, device), device)
+    model = load_decoder(folder, pick_dtype(config.model.dtype, device), device, config.model.quantization)
     adapters = {DEFAULT_ADAPTER: create_adapter(model, config.lora, config.trainer.seed)} if config.lora.rank else {}
     # On a GPU a step is one micro-batch where memory allows it.
     learner = Learner(model, adapters, config.data.batch_tokens * 2 if device.type == "cuda" else None)

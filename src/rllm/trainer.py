@@ -172,7 +172,7 @@ class _Run:
             metrics |= self._publish()
         account.check()
         self.account.add(account)
-        metrics |= account.to_metrics()
+        metrics |= account.to_metrics() | self.rollouts.gateway.take_counts()
         self.completed = self.step
         self.last_rewards = {name: value for name, value in metrics.items() if name.endswith("/mean")}
         updated = time.monotonic()

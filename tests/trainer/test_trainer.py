@@ -67,6 +67,7 @@ def test_a_run_leaves_everything_the_contract_names_and_the_counts_add_up(tmp_pa
     )
     metrics = lines(folder / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [1, 2]
+    assert all((m["gateway/calls"], m["gateway/segments"], m["gateway/rewritten"]) == (24, 24, 0) for m in metrics)
     assert {"critic/score/mean", "reward/solver/mean", "reward/judge/mean", "actor/loss", "actor/grad_norm"} <= set(
         metrics[0]
     )

@@ -5,7 +5,7 @@ Knows no torch. The primitives are Tinker's: sample, forward_backward, optim_ste
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -24,12 +24,15 @@ __all__ = [
     "Datum",
     "LossSpec",
     "Losses",
+    "OnToken",
     "Probe",
     "SamplingParams",
     "initial_of",
 ]
 
 FinishReason = Literal["stop", "length"]
+OnToken = Callable[[int, float], None]
+"""Hears each token as it is sampled: (id, log-probability)."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,15 @@ class Backend(Protocol):
     def policy_version(self) -> int: ...
 
     async def sample(
-        self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str = DEFAULT_ADAPTER
-    ) -> Completion: ...
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        adapter: str = DEFAULT_ADAPTER,
+        on_token: OnToken | None = None,
+    ) -> Completion:
+        """One completion. `on_token` is called in the caller's event loop for every token, in order, before this returns.
+        Cancelling the call ends the sampling."""
+        ...
 
     def forward_backward(self, data: Sequence[Datum], loss: Losses) -> dict[str, float]:
         """Accumulate gradients of the aggregated loss over all of `data`. `loss` may differ by role; the denominators of the

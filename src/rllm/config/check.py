@@ -19,7 +19,7 @@ from rllm.config.names import (
     REFUSED_ESTIMATORS,
     REFUSED_LOSSES,
 )
-from rllm.config.schema import Config
+from rllm.config.schema import Config, ModelConfig
 from rllm.errors import ConfigError
 
 FULL_FINETUNING_LR = 2e-6
@@ -42,6 +42,8 @@ def check(config: Config, provenance: Mapping[str, str] | None = None, training:
     _check_names(config, refuse)
     for name in config.trainer.logger:
         _one_of("trainer.logger", name, LOGGERS, dict.fromkeys(KNOWN_LOGGERS, "not built yet"), refuse)
+    if problem := quantization_problem(config.model, bool(config.lora.adapters())):
+        raise refuse("model.quantization", problem)
     if not training or config.trainer.val_only:
         return []
     _check_sampling(config, refuse)
@@ -77,6 +79,22 @@ def _check_names(config: Config, refuse: Callable[[str, str], ConfigError]) -> N
             )
         if option == "beta" and "dro" in used and value <= 0:
             raise refuse("algorithm.loss_options", f"algorithm.loss_options.beta={value:g}: dro needs a beta above 0")
+
+
+def quantization_problem(model: ModelConfig, lora: bool, device: str | None = None) -> str | None:
+    """Why ``model.quantization`` cannot be had, as far as is known: `lora` whether there are adapters, `device` what ``auto`` came to."""
+    key = f"model.quantization={model.quantization}"
+    if model.quantization == "none":
+        return None
+    if not lora:
+        return f"{key} with lora.rank=0: weights in 4 bits cannot be trained; set lora.rank above 0, or model.quantization=none"
+    if (device or model.device) == "cpu":
+        return (
+            f"{key} needs a CUDA device, model.device={model.device} is the CPU; use cuda, or model.quantization=none"
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return f"{key}: bitsandbytes is not installed; pip install 'rllm[qlora]'"
+    return None
 
 
 def _check_sampling(config: Config, refuse: Callable[[str, str], ConfigError]) -> None:

@@ -24,6 +24,7 @@ from rllm.backends.base import (
     Completion,
     Datum,
     Losses,
+    OnToken,
     Probe,
     SamplingParams,
     initial_of,
@@ -40,9 +41,10 @@ from rllm.backends.local.loading import (
     save_decoder,
 )
 from rllm.backends.local.model import Decoder
-from rllm.config.schema import Config
+from rllm.config.check import quantization_problem
+from rllm.config.schema import Config, ModelConfig
 from rllm.errors import ConfigError, ModelError
-from rllm.lora.adapter import LoraAdapter, LowRankPairs
+from rllm.lora.adapter import LoraAdapter
 
 # What is sampled after every publish, and by how much sampler and trainer may then differ. Measured differences: bench/RESULTS.md.
 PROBE_TEXTS = ("The sum of 17 and 25 is", "One of the solutions is right:")
@@ -86,10 +88,11 @@ class LocalBackend:
     def create(cls, config: Config) -> LocalBackend:
         """Load the model that `config` names and put a fresh (or given) adapter on it."""
         device = pick_device(config.model.device)
+        check_quantization(config.model, bool(config.lora.adapters()), device)
         dtype = pick_dtype(config.model.dtype, device)
         folder = resolve_model(config.model.path)
         tokenizer = load_tokenizer(folder)
-        model = load_decoder(folder, dtype, device)
+        model = load_decoder(folder, dtype, device, config.model.quantization)
         if len(tokenizer) > model.config.vocab_size:
             raise ModelError(
                 f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, the model {model.config.vocab_size}"
@@ -97,9 +100,13 @@ class LocalBackend:
         return cls(config, folder, model, tokenizer, create_adapters(model, config.lora, config.trainer.seed))
 
     async def sample(
-        self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str = DEFAULT_ADAPTER
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        adapter: str = DEFAULT_ADAPTER,
+        on_token: OnToken | None = None,
     ) -> Completion:
-        return await self.engine.sample(prompt_ids, params, adapter)
+        return await self.engine.sample(prompt_ids, params, adapter, on_token)
 
     def forward_backward(self, data: Sequence[Datum], loss: Losses) -> dict[str, float]:
         return self.learner.forward_backward(data, loss)
@@ -151,11 +158,9 @@ class LocalBackend:
         )
 
     def _sampler_holds_the_adapters(self) -> bool:
-        def same(name: str, adapter: LoraAdapter) -> bool:
-            held = self.engine.adapters.get(name)
-            return isinstance(held, LowRankPairs) and held.equals(adapter.snapshot(self.model.dtype))
-
-        return all(same(name, adapter) for name, adapter in self.adapters.items())
+        return all(
+            self.engine.holds(name, adapter.snapshot(self.model.dtype)) for name, adapter in self.adapters.items()
+        )
 
     def describe(self) -> dict[str, Any]:
         return describe(self.config, self.model, self.learner, self.engine)
@@ -231,6 +236,7 @@ class LocalBackend:
         adapters = self.adapters.items()
         return {
             "model.path": self.model_name,
+            "model.quantization": self.config.model.quantization,
             "lora.per_role": sorted(self.adapters),
             "lora.rank": {name: adapter.rank for name, adapter in adapters},
             "lora.target_modules": {name: sorted(adapter.modules_adapted) for name, adapter in adapters},
@@ -264,6 +270,12 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"model.device: {name!r} asked for, but torch sees no CUDA device here; use cpu or auto")
     return device
+
+
+def check_quantization(settings: ModelConfig, lora: bool, device: torch.device) -> None:
+    """Refuse a quantised base that cannot be, before anything is loaded."""
+    if problem := quantization_problem(settings, lora, device.type):
+        raise ConfigError(problem)
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -76,6 +76,17 @@ class AdapterBank:
                 self._write(self.numbers[name], pairs)
         return moved
 
+    def equals(self, name: str, pairs: LowRank) -> bool:
+        """Whether what products read for an adapter is `pairs`, bit for bit; true of one that is not held."""
+        number = self.numbers.get(name)
+        if number is None:
+            return True
+        known = self._plans[number]
+        read = torch.zeros_like(pairs.flat)
+        plan = self._plan(number, pairs)
+        Scatter(plan.targets, plan.sources, target=pairs.flat).run(target=read)
+        return known[0] == pairs.ranks and torch.equal(read, pairs.flat)
+
     def _reserve(self, count: int, fresh: Iterable[LowRank], adapters: Mapping[str, LowRank | None]) -> bool:
         """Room for `count` adapters as large as the largest of `fresh`; those held are written again where it had to grow."""
         fresh = list(fresh)

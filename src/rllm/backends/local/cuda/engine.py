@@ -20,6 +20,7 @@ from rllm.backends.local.cuda.pages import PAGE, PagePool, pages_for
 from rllm.backends.local.engine import PREFILL_TOKENS, Engine, Request, by_budget, fail
 from rllm.backends.local.model import LowRank, PackedCausal
 from rllm.backends.local.transfer import to_device
+from rllm.lora.adapter import LowRankPairs
 
 STEPS_AHEAD = 2
 """Steps queued on the device before the host waits for the first of them."""
@@ -74,6 +75,9 @@ class CudaEngine(Engine):
         self._prompts: OrderedDict[tuple[str, tuple[int, ...]], _Prompt] = OrderedDict()
         self._cached_pages = 0
         self._most_cached = int(pages * CACHED_SHARE)
+
+    def holds(self, name: str, pairs: LowRankPairs) -> bool:
+        return super().holds(name, pairs) and self._bank.equals(name, pairs)
 
     def kv_bytes_of(self, sequences: int, tokens: int) -> int:
         return (

@@ -126,7 +126,7 @@ def rotate_write_kernel(
     else:
         page = tl.load(table + rows * table_stride + position // PAGE, mask=inside, other=0).to(tl.int64)
         place = ((page * KV_HEADS + (head - HEADS - (part - 1) * KV_HEADS)) * PAGE + position % PAGE) * SIZE
-        if part == 1:
+        if part == 1:  # noqa: SIM108 - a pointer chosen by a branch, not by a value
             target = k_pool + place[:, None]
         else:
             target = v_pool + place[:, None]
