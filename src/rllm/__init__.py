@@ -21,6 +21,10 @@ _HOMES = {
     "Workflow": "rllm.flow",
     "evaluator": "rllm.flow",
     "rollout": "rllm.flow",
+    "PythonTool": "rllm.tools",
+    "Tool": "rllm.tools",
+    "Toolset": "rllm.tools",
+    "tool": "rllm.tools",
     "Config": "rllm.config.schema",
     "load_config": "rllm.config.load",
     "Dataset": "rllm.data.dataset",
@@ -41,6 +45,10 @@ if TYPE_CHECKING:
     from rllm.flow import Workflow as Workflow
     from rllm.flow import evaluator as evaluator
     from rllm.flow import rollout as rollout
+    from rllm.tools import PythonTool as PythonTool
+    from rllm.tools import Tool as Tool
+    from rllm.tools import Toolset as Toolset
+    from rllm.tools import tool as tool
     from rllm.trainer import AgentTrainer as AgentTrainer
     from rllm.trainer import evaluate as evaluate
     from rllm.types import AgentConfig as AgentConfig

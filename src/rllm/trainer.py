@@ -103,7 +103,7 @@ class _Run:
         self.trackers = make_trackers(config, self.folder)
         batches = task_batches(self.trainer.train_dataset, config) if self.trainer.train_dataset else iter(())
         total = 0 if config.trainer.val_only else total_steps(self.trainer.train_dataset, config)
-        facts = self.backend.describe() | {"notes": self.trainer.resolved.notes}
+        facts = self.backend.describe() | {"notes": [*self.trainer.resolved.notes, *self.rollouts.runner.notes]}
         for tracker in self.trackers:
             tracker.start(facts, total)
         try:

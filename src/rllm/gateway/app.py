@@ -138,7 +138,9 @@ async def _while_connected(request: Request, calls: list[Coroutine[Any, Any, Mod
 def _error(
     message: str, status: int, param: str | None = None, code: str | None = None, kind: str = "invalid_request_error"
 ) -> JSONResponse:
-    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code}}, status_code=status)
+    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    # A call that ran out of time is not tried again by the client: OpenAI's would do so for any 5xx.
+    return JSONResponse(body, status_code=status, headers={"x-should-retry": "false"} if status == 504 else None)
 
 
 async def _body(request: Request) -> dict[str, Any]:

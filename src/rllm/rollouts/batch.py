@@ -14,6 +14,7 @@ from rllm.backends.base import DEFAULT_ADAPTER, Backend
 from rllm.config.schema import Config
 from rllm.errors import RunError
 from rllm.gateway.server import Gateway
+from rllm.rollouts.limits import LimitedBackend
 from rllm.rollouts.runner import EpisodeRequest, EpisodeRunner
 from rllm.types import Episode, Task
 
@@ -31,8 +32,9 @@ class Rollouts:
         evaluator: Any,
     ):
         self.config = config
+        limits = config.rollout
         self.gateway = Gateway(
-            backend,
+            LimitedBackend.over(backend, limits.max_tokens_in_flight, limits.call_timeout_s),
             host=config.gateway.host,
             port=config.gateway.port,
             max_prompt_length=config.data.max_prompt_length,
@@ -75,6 +77,7 @@ class Rollouts:
         ]
         episodes = self.runner.run(requests)
         failed = [episode for episode in episodes if episode.failed]
+        _keep_once(failed)
         if failed and len(failed) > self.config.rollout.max_failed_fraction * len(episodes):
             raise RunError(
                 f"{len(failed)} of {len(episodes)} episodes failed, more than rollout.max_failed_fraction="
@@ -83,6 +86,15 @@ class Rollouts:
                 f"{failed[0].error or ''}"
             )
         return episodes
+
+
+def _keep_once(failed: Sequence[Episode]) -> None:
+    """Of tracebacks that are the same, the first is kept; the others name the episode that has it."""
+    first: dict[str, str] = {}
+    for episode in failed:
+        error = episode.error or ""
+        if first.setdefault(error, episode.id) != episode.id and "\n" in error.strip():
+            episode.error = f"{error.strip().rpartition(chr(10))[2]} (the same traceback as episode {first[error]})"
 
 
 def stable_seed(*parts: object) -> int:
