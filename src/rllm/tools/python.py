@@ -76,7 +76,7 @@ class PythonTool(Tool):
                 return f"{ERROR}the code did not end within {self.limit_s:g} s"
             finally:
                 _kill(child)
-                await asyncio.shield(child.wait())
+                await asyncio.shield(_drained(child))
         text = output.decode("utf-8", "replace").rstrip("\n")
         if len(output) > self._most:
             return f"{ERROR}ended after more than {self.max_characters} characters of output, which began with\n{text[:500]}"
@@ -105,6 +105,16 @@ def _environment() -> dict[str, str]:
     """No variable of this process (keys, tokens) reaches the child, except what Windows needs to start one."""
     kept = {name: os.environ[name] for name in ("SYSTEMROOT", "WINDIR") if name in os.environ}
     return {**kept, "PYTHONIOENCODING": "utf-8", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+async def _drained(child: asyncio.subprocess.Process) -> None:
+    """Wait for the end of a killed child and of its output, so that no pipe of it stays open."""
+    assert child.stdout is not None
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(1.0):
+            while await child.stdout.read(1 << 16):
+                pass
+    await child.wait()
 
 
 def _kill(child: asyncio.subprocess.Process) -> None:
