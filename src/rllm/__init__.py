@@ -30,7 +30,7 @@ _HOMES = {
     "Dataset": "rllm.data.dataset",
     "load_dataset": "rllm.data.dataset",
     "AgentTrainer": "rllm.trainer",
-    "evaluate": "rllm.trainer",
+    "evaluate": "rllm.evaluation",
     "UserError": "rllm.errors",
     "run_cli": "rllm.errors",
 }
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from rllm.data.dataset import load_dataset as load_dataset
     from rllm.errors import UserError as UserError
     from rllm.errors import run_cli as run_cli
+    from rllm.evaluation import evaluate as evaluate
     from rllm.flow import Workflow as Workflow
     from rllm.flow import evaluator as evaluator
     from rllm.flow import rollout as rollout
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from rllm.tools import Toolset as Toolset
     from rllm.tools import tool as tool
     from rllm.trainer import AgentTrainer as AgentTrainer
-    from rllm.trainer import evaluate as evaluate
     from rllm.types import AgentConfig as AgentConfig
     from rllm.types import Episode as Episode
     from rllm.types import EvalOutput as EvalOutput

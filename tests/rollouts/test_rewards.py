@@ -22,7 +22,7 @@ from rllm.rollouts.rewards import RewardError, RewardPool, RewardTimeout, refere
 from rllm.rollouts.runner import EpisodeRequest, EpisodeRunner
 from rllm.types import Episode, Step, Task, TerminationReason, Trajectory
 
-JUDGE = '''
+JUDGE = """
 import os, re, sys, time
 import rllm
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ def judge(task, episode):
         trajectory.reward = 0.25
         trajectory.metadata["pid"] = os.getpid()
     return rllm.EvalOutput(reward=1.0, is_correct=True, signals=[rllm.Signal("acc", 0.5)])
-'''
+"""
 # The module's name must not be one that another test's file has.
 NAMES = iter(f"judge_module_{i}" for i in range(1000))
 
@@ -264,7 +264,9 @@ def test_a_reward_in_a_tight_loop_fails_its_episode_in_time_and_the_others_are_r
     assert looping.termination_reason is TerminationReason.TIMEOUT
     assert "no reward within 2 s (rollout.reward_timeout_s); the evaluator was at" in (looping.error or "")
     assert [(e.trajectories[0].reward, e.is_correct) for e in others[:2]] == [(0.25, True)] * 2
-    assert others[0].trajectories[0].output.text == "t1", "objects of the flow's own classes survive the way there and back"
+    assert others[0].trajectories[0].output.text == "t1", (
+        "objects of the flow's own classes survive the way there and back"
+    )
     assert others[2].termination_reason is TerminationReason.ERROR
     assert (others[2].error or "").count("ValueError: no numbers") == 1
     assert all(episode.trajectories[0].steps[0].response_ids for episode in [looping, *others])

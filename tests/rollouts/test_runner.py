@@ -55,7 +55,9 @@ def run(gateway: Gateway, backend: Any) -> Run:
         on_episode: Any = None,
         **settings: Any,
     ) -> list[Episode]:
-        config = Config.model_validate({"rollout": {"temperature": 0.7, "val_temperature": 0.2, "reward_workers": 0} | settings})
+        config = Config.model_validate(
+            {"rollout": {"temperature": 0.7, "val_temperature": 0.2, "reward_workers": 0} | settings}
+        )
         runner = EpisodeRunner(
             gateway,
             flow=flow,

@@ -40,7 +40,9 @@ def test_code_gives_what_it_prints_or_its_error_in_one_line(code: str, text: str
     assert run(code) == text
 
 
-@pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(60)", "import re; re.match(r'(a+)+b', 'a' * 99)"])
+@pytest.mark.parametrize(
+    "code", ["while True: pass", "import time; time.sleep(60)", "import re; re.match(r'(a+)+b', 'a' * 99)"]
+)
 def test_code_that_does_not_end_is_ended(code: str) -> None:
     started = time.monotonic()
     assert run(code, PythonTool(timeout_s=0.5)) == "error: the code did not end within 0.5 s"
@@ -98,7 +100,9 @@ def test_network_can_be_allowed() -> None:
         assert run(code, PythonTool(network=True)) == "through"
 
 
-def test_calls_side_by_side_do_not_see_each_other_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_side_by_side_do_not_see_each_other_and_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     async def many() -> list[str]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rllm.backends.base import DEFAULT_ADAPTER, Backend
 from rllm.config.schema import Config
 from rllm.errors import RunError
+from rllm.gateway.remote import RemoteGateway
 from rllm.gateway.server import Gateway
 from rllm.rollouts.limits import LimitedBackend
 from rllm.rollouts.runner import EpisodeRequest, EpisodeRunner
@@ -24,23 +25,17 @@ class Rollouts:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Backend | None,
         config: Config,
         flow: Any,
         workflow_class: type | None,
         workflow_args: dict[str, Any],
         evaluator: Any,
+        gateway: RemoteGateway | None = None,
     ):
+        """`gateway` stands in for the backend's own; the backend may then be None."""
         self.config = config
-        limits = config.rollout
-        self.gateway = Gateway(
-            LimitedBackend.over(backend, limits.max_tokens_in_flight, limits.call_timeout_s),
-            host=config.gateway.host,
-            port=config.gateway.port,
-            max_prompt_length=config.data.max_prompt_length,
-            default_max_tokens=config.data.max_response_length,
-            roles=[] if config.lora.per_role == "shared" else list(config.lora.per_role),
-        )
+        self.gateway = gateway or self._own_gateway(backend, config)
         self.runner = EpisodeRunner(
             self.gateway,
             flow=flow,
@@ -48,6 +43,19 @@ class Rollouts:
             workflow_args=workflow_args,
             evaluator=evaluator,
             config=config,
+        )
+
+    @staticmethod
+    def _own_gateway(backend: Backend | None, config: Config) -> Gateway:
+        assert backend is not None
+        limits = config.rollout
+        return Gateway(
+            LimitedBackend.over(backend, limits.max_tokens_in_flight, limits.call_timeout_s),
+            host=config.gateway.host,
+            port=config.gateway.port,
+            max_prompt_length=config.data.max_prompt_length,
+            default_max_tokens=config.data.max_response_length,
+            roles=[] if config.lora.per_role == "shared" else list(config.lora.per_role),
         )
 
     def __enter__(self) -> Rollouts:
@@ -66,8 +74,13 @@ class Rollouts:
         step: int = 0,
         validation: bool = False,
         adapter: str = DEFAULT_ADAPTER,
+        known: Mapping[str, Episode] | None = None,
+        on_episode: Callable[[Episode], None] | None = None,
     ) -> list[Episode]:
-        """`n` episodes of every task, in task order. Too many failures stop the run with the first traceback."""
+        """`n` episodes of every task, in task order. Too many failures stop the run with the first traceback.
+
+        `known` holds episodes, by id, that need not be run; `on_episode` hears of each other one as it ends.
+        """
         seed = self.config.trainer.seed
         label = "val" if validation else str(step)
         requests = [
@@ -75,7 +88,9 @@ class Rollouts:
             for task in tasks
             for k in range(n)
         ]
-        episodes = self.runner.run(requests)
+        known = known or {}
+        ran = iter(self.runner.run([request for request in requests if request.uid not in known], on_episode))
+        episodes = [known[request.uid] if request.uid in known else next(ran) for request in requests]
         failed = [episode for episode in episodes if episode.failed]
         _keep_once(failed)
         if failed and len(failed) > self.config.rollout.max_failed_fraction * len(episodes):

@@ -86,13 +86,13 @@ class LimitedBackend:
         return getattr(self._backend, name)
 
     async def sample(
-        self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str = DEFAULT_ADAPTER
+        self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str = DEFAULT_ADAPTER, **more: Any
     ) -> Completion:
         """The backend's answer. Past the deadline the call is cancelled, its slot is free, and the caller is told so with a 504."""
         deadline = asyncio.timeout(self.call_timeout_s)
         try:
             async with deadline:
-                return await self._within_budget(prompt_ids, params, adapter)
+                return await self._within_budget(prompt_ids, params, adapter, more)
         except TimeoutError as error:
             if not deadline.expired():
                 raise
@@ -100,11 +100,13 @@ class LimitedBackend:
                 f"no answer within {self.call_timeout_s:g} s (rollout.call_timeout_s)", code=CALL_TIMEOUT, status=504
             ) from error
 
-    async def _within_budget(self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str) -> Completion:
+    async def _within_budget(
+        self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str, more: dict[str, Any]
+    ) -> Completion:
         if self.budget is None:
-            return await self._backend.sample(prompt_ids, params, adapter)
+            return await self._backend.sample(prompt_ids, params, adapter, **more)
         taken = await self.budget.take(len(prompt_ids) + params.max_tokens)
         try:
-            return await self._backend.sample(prompt_ids, params, adapter)
+            return await self._backend.sample(prompt_ids, params, adapter, **more)
         finally:
             self.budget.give(taken)

@@ -26,7 +26,9 @@ from rllm.types import Episode, EvalOutput, Task
 GRACE_S = 2.0
 START_S = 60.0
 # This process's own search path comes first, so that the child has the same rllm.
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from rllm.rollouts.reward_worker import main; main()"
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from rllm.rollouts.reward_worker import main; main()"
+)
 
 
 class RewardTimeout(Exception):

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from rllm.backends.base import DEFAULT_ADAPTER
 from rllm.config.schema import Config
 from rllm.flow import Evaluator, RolloutFlow, Workflow, apply_evaluation, apply_workflow_rewards, as_episode
-from rllm.gateway.chat import SessionEngine
 from rllm.gateway.recorder import Session
+from rllm.gateway.remote import RemoteGateway
 from rllm.gateway.server import Gateway
 from rllm.rollouts.enrich import enrich
 from rllm.rollouts.rewards import RewardError, RewardPool, RewardTimeout, reference_to
@@ -51,7 +51,7 @@ class EpisodeRunner:
 
     def __init__(
         self,
-        gateway: Gateway,
+        gateway: Gateway | RemoteGateway,
         *,
         flow: Any = None,
         workflow_class: type | None = None,
@@ -177,7 +177,7 @@ class EpisodeRunner:
 
     async def _run_workflow(self, request: EpisodeRequest, session: Session, episode: Episode) -> None:
         assert self.workflow_class is not None
-        workflow: Workflow = self.workflow_class(SessionEngine(self.gateway.model, session), **self.workflow_args)
+        workflow: Workflow = self.workflow_class(self.gateway.engine(session), **self.workflow_args)
         instruction = request.task.instruction
         task = {"id": request.task.id, "question": instruction, "instruction": instruction} | request.task.metadata
         workflow.reset(task, request.uid)
