@@ -202,7 +202,9 @@ class RolloutConfig(Section):
         gt=0,
         description="Most tokens (prompt + most that may be sampled) of the calls being answered at once; others wait",
     )
-    episode_timeout_s: float = Field(default=600.0, gt=0, description="Deadline of one episode, evaluator included")
+    episode_timeout_s: float = Field(
+        default=600.0, gt=0, description="Deadline of one episode, the evaluator's own run included"
+    )
     call_timeout_s: float | None = Field(
         default=None, gt=0, description="Deadline of one model call, waiting included; default: the episode's alone"
     )

@@ -54,7 +54,10 @@ class _Worker:
     def call(self, body: bytes, limit_s: float) -> tuple[str, bytes | str]:
         """("done", pickle) or ("failed", traceback). `RewardTimeout` and `RewardError` mean that the worker is gone."""
         if not self._ready:
-            self._exchange(START_S, None)
+            try:
+                self._exchange(START_S, None)
+            except RewardTimeout:
+                raise RewardError(f"the evaluator's process did not import its module within {START_S:g} s") from None
             self._ready = True
         return self._exchange(limit_s, body)
 

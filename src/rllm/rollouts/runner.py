@@ -21,7 +21,7 @@ from rllm.gateway.remote import RemoteGateway
 from rllm.gateway.server import Gateway
 from rllm.rollouts.enrich import enrich
 from rllm.rollouts.rewards import RewardError, RewardPool, RewardTimeout, reference_to
-from rllm.types import Episode, EvalOutput, Task, TerminationEvent, TerminationReason, Trajectory, new_id
+from rllm.types import Episode, Task, TerminationEvent, TerminationReason, Trajectory, new_id
 
 # Of a failed episode's traceback this much is kept.
 TRACEBACK_CHARACTERS = 8000
@@ -136,13 +136,16 @@ class EpisodeRunner:
         episode = Episode(id=request.uid, task=request.task)
         try:
             run = self._run_flow if self.flow is not None else self._run_workflow
+            ends = asyncio.get_running_loop().time() + self.settings.episode_timeout_s
             await _within(self.settings.episode_timeout_s, "rollout.episode_timeout_s", run(request, session, episode))
+            if self.flow is not None:
+                await self._evaluate(request.task, episode, ends)
         except OutOfTime as error:
             episode.termination_reason, episode.error = TerminationReason.TIMEOUT, str(error)
         except RewardError as error:
             episode.termination_reason = TerminationReason.ERROR
             episode.error = str(error)[-TRACEBACK_CHARACTERS:]
-        except (Exception, SystemExit):  # sys.exit() in a flow ends its episode, not the run
+        except Exception:
             episode.termination_reason = TerminationReason.ERROR
             episode.error = traceback.format_exc()[-TRACEBACK_CHARACTERS:]
         finally:
@@ -159,21 +162,25 @@ class EpisodeRunner:
             given = Episode(trajectories=[Trajectory(name=self.flow.name)], termination_reason=event.reason)
         _take_over(episode, given)
         enrich(episode, session)
-        output = await self._evaluate(request.task, episode)
+
+    async def _evaluate(self, task: Task, episode: Episode, ends: float) -> None:
+        """Reward `episode` within ``rollout.reward_timeout_s`` and what is left of the episode's own time (`ends`, of the loop's
+        clock). Waiting for a process that is busy or starts does not count."""
+        limit, said, name = self.settings.reward_timeout_s, self.settings.reward_timeout_s, "rollout.reward_timeout_s"
+        left = ends - asyncio.get_running_loop().time()
+        if left < limit:
+            limit, said, name = max(left, 0.01), self.settings.episode_timeout_s, "rollout.episode_timeout_s"
+        if self._pool is None:
+            output = await _within(limit, name, self.evaluator.aevaluate(task, episode), said)
+        else:
+            try:
+                output, judged = await self._pool.evaluate(task, episode, limit)
+            except RewardTimeout as error:
+                where = f"; the evaluator was at\n{error}" if str(error) else ""
+                raise OutOfTime(f"no reward within {said:g} s ({name}){where}") from error
+            _take_over(episode, judged)  # an evaluator may set rewards on the trajectories
         _flag_truncation(episode)
         apply_evaluation(episode, output)
-
-    async def _evaluate(self, task: Task, episode: Episode) -> EvalOutput:
-        limit, name = self.settings.reward_timeout_s, "rollout.reward_timeout_s"
-        if self._pool is None:
-            return await _within(limit, name, self.evaluator.aevaluate(task, episode))
-        try:
-            output, judged = await self._pool.evaluate(task, episode, limit)
-        except RewardTimeout as error:
-            where = f"; the evaluator was at\n{error}" if str(error) else ""
-            raise OutOfTime(f"no reward within {limit:g} s ({name}){where}") from error
-        _take_over(episode, judged)  # an evaluator may set rewards on the trajectories
-        return output
 
     async def _run_workflow(self, request: EpisodeRequest, session: Session, episode: Episode) -> None:
         assert self.workflow_class is not None
@@ -210,14 +217,15 @@ class EpisodeRunner:
         return {"temperature": temperature, "top_p": s.top_p, "max_tokens": self.max_tokens}
 
 
-async def _within(limit_s: float, name: str, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, or `OutOfTime`. Work that does not let itself be cancelled is left behind, never waited for without end."""
-    task = asyncio.ensure_future(work)
+async def _within(limit_s: float, name: str, work: Coroutine[Any, Any, T], said_s: float | None = None) -> T:
+    """The result of `work`, or `OutOfTime` that names the limit (as `said_s`, where that is the whole of which `limit_s` is the rest).
+    Work that does not let itself be cancelled is left behind, never waited for without end."""
+    task = asyncio.ensure_future(_no_exit(work))
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody may be left to ask
     try:
         await asyncio.wait({task}, timeout=limit_s)
         if not task.done():
-            raise OutOfTime(f"no result within {limit_s:g} s ({name})")
+            raise OutOfTime(f"no result within {said_s or limit_s:g} s ({name})")
     finally:
         if not task.done():
             task.cancel()
@@ -228,6 +236,14 @@ async def _within(limit_s: float, name: str, work: Coroutine[Any, Any, T]) -> T:
         asyncio.CancelledError
     ) as error:  # not by us: a flow that cancels itself is an error of its own, not the end of the run
         raise RuntimeError("the flow was cancelled from inside (asyncio.CancelledError)") from error
+
+
+async def _no_exit(work: Coroutine[Any, Any, T]) -> T:
+    """A SystemExit would end the event loop of everybody; as an error it ends this episode."""
+    try:
+        return await work
+    except SystemExit as error:
+        raise RuntimeError(f"the flow or evaluator ended with SystemExit: {error.code}") from error
 
 
 def _flag_truncation(episode: Episode) -> None:
