@@ -21,6 +21,7 @@ from rllm.gateway.remote import RemoteGateway
 from rllm.gateway.server import Gateway
 from rllm.rollouts.enrich import enrich
 from rllm.rollouts.rewards import RewardError, RewardPool, RewardTimeout, reference_to
+from rllm.rollouts.watchdog import Watchdog
 from rllm.types import Episode, Task, TerminationEvent, TerminationReason, Trajectory, new_id
 
 # Of a failed episode's traceback this much is kept.
@@ -110,8 +111,10 @@ class EpisodeRunner:
                 on_episode(episode)
             return episode
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(request)) for request in requests]
+        # A flow that blocks the loop uses up everybody's time, so it is ended while the others have some left.
+        with Watchdog(self.settings.episode_timeout_s / 2):
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(request)) for request in requests]
         return [task.result() for task in tasks]
 
     async def run_episode(self, request: EpisodeRequest) -> Episode:
