@@ -18,6 +18,8 @@ from typing import Self
 logger = logging.getLogger(__name__)
 BEAT_S = 0.25
 WARN_S = 5.0
+# A machine with much to do may let a loop wait for this long although nobody blocks it.
+LEAST_S = 2.0
 
 
 class BlockedLoop(Exception):
@@ -33,7 +35,7 @@ class Watchdog:
     """
 
     def __init__(self, limit_s: float):
-        self.limit_s = limit_s
+        self.limit_s = max(limit_s, LEAST_S)
         self._beat = time.monotonic()
         self._over = threading.Event()
         self._warned = self._raised = 0.0
@@ -59,7 +61,7 @@ class Watchdog:
             if blocked < min(WARN_S, self.limit_s):
                 continue
             frame = sys._current_frames().get(self._watched)
-            if frame is None:
+            if frame is None or not _runs_a_callback(frame):
                 continue
             if self._warned != beat:
                 self._warned = beat
@@ -72,6 +74,15 @@ class Watchdog:
             if blocked >= self.limit_s and self._raised != beat and self._beat == beat:
                 self._raised = beat
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._watched), ctypes.py_object(BlockedLoop))
+
+
+def _runs_a_callback(frame: FrameType | None) -> bool:
+    """Whether the loop is in somebody's code, and not at its own work of waiting for events."""
+    while frame is not None:
+        if frame.f_code.co_name == "_run" and frame.f_code.co_filename == asyncio.events.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _place(frame: FrameType) -> str:
