@@ -33,8 +33,8 @@ DEFAULTS = {
     "data.max_prompt_length": 512,
     "data.max_response_length": 96,
     "rollout.n": 4,
-    "optim.lr": 3e-3,
-    "trainer.total_steps": 12,
+    "optim.lr": 2e-3,
+    "trainer.total_steps": 15,
 }
 
 
