@@ -4,6 +4,9 @@ import asyncio
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -56,6 +59,10 @@ def breaks(what):
                 body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 40}
                 async with httpx.AsyncClient(timeout=0.01) as client:
                     await client.post(f"{config.base_url}/chat/completions", json=body)
+            if what == "prompt is too long":
+                async with AsyncOpenAI(base_url=config.base_url, api_key="x", max_retries=0) as client:
+                    messages = [{"role": "user", "content": "9 " * 500}]
+                    await client.chat.completions.create(model=config.model, messages=messages)
             if what == "tool is killed":
                 text = await TOOL.call(json.dumps({"code": "import os\nos.abort()"}))
                 assert text == "error: ended by SIGABRT"
@@ -85,7 +92,7 @@ def killed_on_one(task, episode):
 
 
 def one_step(tmp_path, flow, evaluator=by_index, **rollout):
-    settings = {"n": 4, "episode_timeout_s": 30.0} | rollout
+    settings = {"n": 4, "episode_timeout_s": 60.0, "reward_workers": 0} | rollout
     started = time.monotonic()
     result = train(tmp_path, flow, evaluator, tasks=1, val=0, trainer={"total_steps": 1}, rollout=settings)
     episodes = lines(tmp_path / "runs" / "latest" / "episodes.jsonl")
@@ -125,6 +132,7 @@ def test_one_rollout_of_four_that_sleeps_an_hour_ends_at_its_limit_and_three_are
         ("exits", "RuntimeError: the flow or evaluator ended with SystemExit: 1"),
         ("cancels itself", "the flow was cancelled from inside"),
         ("client hangs up", "httpx.ReadTimeout"),
+        ("prompt is too long", "tokens; at most 200 are allowed (data.max_prompt_length"),
         ("tool is killed", "ValueError: error: ended by SIGABRT"),
     ],
 )
@@ -145,8 +153,10 @@ def test_a_reward_that_never_ends_or_is_killed_is_one_failed_sample_and_leaves_n
     tmp_path, evaluator, reason, says
 ):
     before = len(others())
-    account, [failed], seconds = one_step(tmp_path, breaks("nothing"), evaluator, reward_timeout_s=1.0)
-    assert account["trained"] == 3 and account["failed"] == {reason: 1} and seconds < 20
+    account, [failed], seconds = one_step(
+        tmp_path, breaks("nothing"), evaluator, reward_timeout_s=1.0, reward_workers=2
+    )
+    assert account["trained"] == 3 and account["failed"] == {reason: 1} and seconds < 40
     assert says in failed["error"]
     assert len(others()) == before
 
@@ -184,3 +194,68 @@ def test_a_failed_episode_is_tried_again_and_says_for_what_reason(tmp_path):
     assert account["trained"] == 4 and not failed
     [again] = [e for e in lines(tmp_path / "runs" / "latest" / "episodes.jsonl") if "retries" in e["metadata"]]
     assert again["metadata"]["retry_reasons"] == ["ConnectionError: the line was cut"]
+
+
+def test_with_few_tokens_in_flight_every_episode_still_gets_its_turn(tmp_path):
+    account, failed, _ = one_step(tmp_path, breaks("nothing"), max_tokens_in_flight=60, max_concurrency=4)
+    assert account["trained"] == 4 and not failed
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at /proc")
+def test_ctrl_c_ends_a_run_whose_flow_and_evaluator_hang_and_leaves_no_process_or_port(tmp_path):
+    flow = tmp_path / "hangs.py"
+    flow.write_text(
+        "import rllm\nfrom openai import AsyncOpenAI\n\n"
+        "@rllm.rollout\nasync def hangs(task, config):\n"
+        "    async with AsyncOpenAI(base_url=config.base_url, api_key='x') as client:\n"
+        "        await client.chat.completions.create(model=config.model, max_tokens=4, messages=[{'role': 'user', 'content': 'Hi'}])\n"
+        "    open('called', 'a').write('x')\n\n"
+        "@rllm.evaluator\ndef never(task, episode):\n"
+        "    open('judging', 'a').write('x')\n    while True:\n        pass\n"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (tmp_path / "tasks.jsonl").write_text('{"question": "?"}\n')
+    command = [
+        sys.executable,
+        "-m",
+        "rllm.cli",
+        "train",
+        str(flow),
+        "data.train_files=tasks.jsonl",
+        "trainer.total_steps=1",
+    ]
+    run = subprocess.Popen(
+        [*command, f"gateway.port={port}", "model.device=cpu"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "judging").exists():
+        assert time.monotonic() < deadline and run.poll() is None
+        time.sleep(0.1)
+    assert len(in_session(run.pid)) == 3, "the run and two processes for its evaluator"
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to all of them
+    errors = run.communicate(timeout=60)[1]
+    assert "Traceback" not in errors
+    assert not in_session(run.pid)
+    with socket.socket() as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        free.bind(("127.0.0.1", port))
+
+
+def in_session(leader):
+    """Processes of the session that `leader` began."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[3] == str(leader) and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import os
 import pickle
+import signal
 import struct
 import sys
 import traceback
@@ -79,6 +80,7 @@ def read(stream: BinaryIO) -> Any:
 
 def main() -> None:
     """Load the evaluator, then answer requests until the parent goes. Prints of the evaluator go to standard error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what ends
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
