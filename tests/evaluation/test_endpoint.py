@@ -34,11 +34,18 @@ def endpoint(backend: Any) -> Iterator[str]:
         yield f"{gateway.url}/v1"
 
 
-async def ask(config: AgentConfig, text: str, uid: str | None = None, **more: Any) -> Any:
+async def ask(config: AgentConfig, text: str, uid: str | None = None) -> Any:
     url = config.url_for(uid) if uid else config.base_url
     async with openai.AsyncOpenAI(base_url=url, api_key=config.api_key, max_retries=0) as client:
         messages: Any = [{"role": "user", "content": text}]
-        return await client.chat.completions.create(model=config.model, messages=messages, **more)
+        return await client.chat.completions.create(model=config.model, messages=messages)
+
+
+async def ask_streamed(config: AgentConfig, text: str, uid: str) -> str:
+    async with openai.AsyncOpenAI(base_url=config.url_for(uid), api_key=config.api_key, max_retries=0) as client:
+        messages: Any = [{"role": "user", "content": text}]
+        stream = await client.chat.completions.create(model=config.model, messages=messages, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
 
 
 @rllm.rollout(name="solver")
@@ -82,8 +89,7 @@ def test_the_records_hold_no_token_ids_but_the_text_streamed_or_not_for_its_traj
         first, second = Trajectory(name="a"), Trajectory(name="b")
         response = await ask(config, "first")
         first.steps.append(Step(id=response.id))
-        stream = await ask(config, "second", second.uid, stream=True)
-        second.output = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+        second.output = await ask_streamed(config, "second", second.uid)
         return [first, second]
 
     backend.answer = lambda text: "yes 1" if "first" in text else "yes 2"

@@ -71,7 +71,8 @@ class PythonTool(Tool):
             try:
                 async with asyncio.timeout(self.limit_s):
                     output = await self._exchange(child, code)
-                    status = await child.wait()
+                    # With output left to read, asyncio may not see the end of the child; `_drained` reads it.
+                    status = await child.wait() if len(output) <= self._most else 1
             except TimeoutError:
                 return f"{ERROR}the code did not end within {self.limit_s:g} s"
             finally:
@@ -96,8 +97,6 @@ class PythonTool(Tool):
         output = b""
         while len(output) <= self._most and (part := await child.stdout.read(self._most + 1 - len(output))):
             output += part
-        if len(output) > self._most:
-            _kill(child)
         return output
 
 
