@@ -296,7 +296,11 @@ def test_an_episode_cut_at_its_most_tokens_is_flagged_unless_the_flow_says_how_i
         said = TerminationReason.ENV_DONE if task.id == "t1" else None
         return Episode(trajectories=[Trajectory(steps=[Step(id=response.id)])], termination_reason=said)
 
-    flagged, said = run(talks, tasks=2)
+    seen: list[Any] = []
+    flagged, said = run(talks, evaluator=lambda task, episode: seen.append(episode.termination_reason) or 1.0, tasks=2)
+    assert set(seen) == {TerminationReason.MAX_RESPONSE_LENGTH_EXCEEDED, TerminationReason.ENV_DONE}, (
+        "the evaluator is told"
+    )
     assert len(flagged.trajectories[0].steps[0].response_ids) == 3
     assert flagged.termination_reason is TerminationReason.MAX_RESPONSE_LENGTH_EXCEEDED and not flagged.failed
     assert said.termination_reason is TerminationReason.ENV_DONE

@@ -169,6 +169,7 @@ class EpisodeRunner:
     async def _evaluate(self, task: Task, episode: Episode, ends: float) -> None:
         """Reward `episode` within ``rollout.reward_timeout_s`` and what is left of the episode's own time (`ends`, of the loop's
         clock). Waiting for a process that is busy or starts does not count."""
+        _flag_truncation(episode)
         limit, said, name = self.settings.reward_timeout_s, self.settings.reward_timeout_s, "rollout.reward_timeout_s"
         left = ends - asyncio.get_running_loop().time()
         if left < limit:
@@ -182,7 +183,6 @@ class EpisodeRunner:
                 where = f"; the evaluator was at\n{error}" if str(error) else ""
                 raise OutOfTime(f"no reward within {said:g} s ({name}){where}") from error
             _take_over(episode, judged)  # an evaluator may set rewards on the trajectories
-        _flag_truncation(episode)
         apply_evaluation(episode, output)
 
     async def _run_workflow(self, request: EpisodeRequest, session: Session, episode: Episode) -> None:
