@@ -137,8 +137,8 @@ def bench_sampling(args: argparse.Namespace, config: DecoderConfig) -> None:
         prompts = prompts_of(batch, args.prompt)
         floor = decode_floor(config, batch, args.prompt, args.tokens)
         for label, adapter, names in (
-            ("base", {}, ["base"]),
             ("LoRA r=8", {"default": adapters["r8"].snapshot(model.dtype)}, ["default"]),
+            ("base", {}, ["base"]),
             ("LoRA r=32", {"default": adapters["r32"].snapshot(model.dtype)}, ["default"]),
             *(
                 [(
@@ -170,7 +170,7 @@ def bench_sampling(args: argparse.Namespace, config: DecoderConfig) -> None:
                     lambda e=engine, a=adapters["r8"]: e.publish({"default": a.snapshot(model.dtype)}, 2), 5
                 )
                 print(f"  publish {publish * 1e3:.2f} ms")
-                if args.profile and batch == 128:
+                if args.profile and batch <= 128:
                     profile(lambda e=engine, p=prompts: generate(e, p, ["default"], 32), "sampling")
             engine.close()
             del engine
@@ -240,9 +240,7 @@ def bench_step(args: argparse.Namespace, config: DecoderConfig) -> None:
 
         publish(0)
         for step in range(args.repeats + 1):
-            before = engine.stats()
             answers = timed_part("sample", lambda e=engine: generate(e, prompts, ["default"], args.tokens))
-            print(step, {k: round(v - before[k], 3) for k, v in engine.stats().items()})
             rows = []
             for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
                 row = Datum(prompt + answer.ids, [0] * len(prompt) + [1] * len(answer.ids))

@@ -27,7 +27,7 @@ from rllm.lora.adapter import LoraAdapter
 # Tokens x vocabulary held at once when logits are turned into log-probabilities (float32: 64 MiB).
 LOGIT_ELEMENTS = 16 * 2**20
 # Measured: on CPU smaller micro-batches stay in cache, a GPU wants larger ones.
-MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 5400}
+MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 6144}
 # Memory that the activations of a micro-batch may take on CPU, and the share of it on a GPU.
 CPU_ACTIVATION_BYTES = 2 * 2**30
 GPU_ACTIVATION_SHARE = 0.25

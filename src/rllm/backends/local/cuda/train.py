@@ -183,10 +183,11 @@ class FusedLayer(torch.autograd.Function):
         note_gradients(3, narrow, mixed, act)
         del act, narrow
         mixed = mixed_by(2, d_gate_up)
-        note_gradients(2, d_gate_up, mixed, norm(middle, post_norm, config.rms_eps))
-        d_h = entering(2, d_gate_up, mixed)
-        del d_gate_up
-        d_middle, narrow, d_post = _norm_backward(d_h, middle, post_norm, grad, config.rms_eps, full)
+        d_middle, narrow, h, d_post = _norm_backward(
+            entering(2, d_gate_up, mixed), middle, post_norm, grad, config.rms_eps, full
+        )
+        note_gradients(2, d_gate_up, mixed, h)
+        del d_gate_up, h
         mixed = mixed_by(1, narrow)
         note_gradients(1, narrow, mixed, out.view(len(x), -1))
         d_out = entering(1, narrow, mixed).view_as(out)
@@ -195,10 +196,14 @@ class FusedLayer(torch.autograd.Function):
         d_qkv, d_qk_norm = _rotate_backward(dq, dk, dv, qkv, qk_norm, ctx.tables, layout, config, full)
         del q, k, v, dq, dk, dv, d_out
         mixed = mixed_by(0, d_qkv)
-        note_gradients(0, d_qkv, mixed, norm(x, input_norm, config.rms_eps))
         d_x = d_input = None
         if ctx.needs_input_grad[0] or full:
-            d_x, _, d_input = _norm_backward(entering(0, d_qkv, mixed), x, input_norm, d_middle, config.rms_eps, full)
+            d_x, _, h, d_input = _norm_backward(
+                entering(0, d_qkv, mixed), x, input_norm, d_middle, config.rms_eps, full
+            )
+        else:  # the first layer, whose input nobody trains
+            h = norm(x, input_norm, config.rms_eps)
+        note_gradients(0, d_qkv, mixed, h)
         return (d_x, None, None, None, None, None, *d_matrices, *d_weights, *d_biases, d_input, d_post, d_qk_norm)
 
 
@@ -245,17 +250,18 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, residual_grad: Tensor, eps: float, full: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(gradient of the residual in its dtype, the same in the weights' dtype, gradient of the norm's weight)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(gradient of the residual in its dtype, the same in the weights' dtype, the norm's result, gradient of its weight)."""
     n, size = x.shape
     programs, block = triton.cdiv(n, NORM_ROWS), triton.next_power_of_2(size)
     out, narrow = torch.empty_like(x), torch.empty(n, size, dtype=weight.dtype, device=x.device)
+    again = torch.empty_like(narrow)
     shares = torch.empty(programs, size, device=x.device) if full else out
     kernels.norm_backward_kernel[(programs,)](
-        grad, x, weight, residual_grad, out, narrow, shares, n, eps,
+        grad, x, weight, residual_grad, out, narrow, again, shares, n, eps,
         SIZE=size, BLOCK=block, ROWS=NORM_ROWS, WEIGHTS=full, num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
-    return out, narrow, shares.sum(0).to(weight.dtype) if full else None
+    return out, narrow, again, shares.sum(0).to(weight.dtype) if full else None
 
 
 def _rotated(

@@ -26,10 +26,10 @@ def norm_kernel(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def norm_backward_kernel(
-    grad, x, weight, residual_grad, out, narrow, weight_grads, n, eps,
+    grad, x, weight, residual_grad, out, narrow, again, weight_grads, n, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """``out = residual_grad + d norm / d x``, and the same rounded in `narrow`. With WEIGHTS each program leaves its rows' share of the weight's gradient,
+    """``out = residual_grad + d norm / d x``, the same rounded in `narrow`, and the norm once more in `again`. With WEIGHTS each program leaves its rows' share of the weight's gradient,
     `weight_grads` [programs, SIZE]."""
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
@@ -43,6 +43,8 @@ def norm_backward_kernel(
         given = tl.load(grad + row * SIZE + columns, mask=here, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
         normed = values * scale
+        rounded = normed.to(again.dtype.element_ty).to(tl.float32) * gain
+        tl.store(again + row * SIZE + columns, rounded.to(again.dtype.element_ty), mask=here)
         if WEIGHTS:
             share += given * normed
         given = given * gain
