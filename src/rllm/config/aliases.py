@@ -9,6 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rllm.config.foreign import (
+    ACTOR,
+    ENGINE,
+    EVALUATOR,
+    MEMORY,
+    MODEL,
+    NO_CRITIC,
+    PLACEMENT,
+    ROLLOUT,
+    ROWS,
+)
 from rllm.errors import ConfigError
 
 
@@ -22,10 +33,6 @@ class Entry:
     raw: str | None = None
 
 
-ACTOR = "actor_rollout_ref.actor"
-ROLLOUT = "actor_rollout_ref.rollout"
-MODEL = "actor_rollout_ref.model"
-
 ALIASES: dict[str, str] = {
     f"{MODEL}.path": "model.path",
     f"{MODEL}.lora_rank": "lora.rank",
@@ -38,8 +45,10 @@ ALIASES: dict[str, str] = {
     f"{MODEL}.lora.target_modules": "lora.target_modules",
     f"{MODEL}.lora.exclude_modules": "lora.exclude_modules",
     f"{MODEL}.lora.adapter_path": "lora.adapter_path",
+    f"{MODEL}.lora.dropout": "lora.dropout",
     f"{ACTOR}.optim.lr": "optim.lr",
     f"{ACTOR}.optim.weight_decay": "optim.weight_decay",
+    f"{ACTOR}.optim.clip_grad": "optim.grad_clip",
     f"{ACTOR}.grad_clip": "optim.grad_clip",
     f"{ACTOR}.clip_ratio_low": "algorithm.clip_ratio_low",
     f"{ACTOR}.clip_ratio_high": "algorithm.clip_ratio_high",
@@ -55,6 +64,7 @@ ALIASES: dict[str, str] = {
     f"{ROLLOUT}.max_num_seqs": "rollout.max_batch",
     f"{ROLLOUT}.val_kwargs.n": "rollout.n_val",
     f"{ROLLOUT}.val_kwargs.temperature": "rollout.val_temperature",
+    "data.val_max_samples": "data.val_size",
     "algorithm.norm_adv_by_std_in_grpo": "algorithm.grpo_std",
     "trainer.total_training_steps": "trainer.total_steps",
     "trainer.default_local_dir": "trainer.run_dir",
@@ -84,16 +94,32 @@ ALIASES: dict[str, str] = {
     "rllm.algorithm.loss_fn": "algorithm.loss",
     "rllm.algorithm.loss_agg_mode": "algorithm.loss_agg_mode",
     "rllm.algorithm.eps_clip_high": "algorithm.clip_ratio_high",
+    "rllm.rejection_sample.filter_uniform_groups": "algorithm.zero_std",
     "rllm.gateway.host": "gateway.host",
     "rllm.gateway.port": "gateway.port",
     "rllm.episode_logging.log_episodes": "trainer.log_episodes",
     "rllm.workflow.retry_limit": "rollout.retries",
     "rllm.workflow.n_parallel_tasks": "rollout.max_concurrency",
     "rllm.workflow.workflow_args.timeout": "rollout.episode_timeout_s",
+    # rLLM's Tinker backend
+    "model.name": "model.path",
+    "model.lora_rank": "lora.rank",
+    "model.train_attn": "lora.train_attn",
+    "model.train_mlp": "lora.train_mlp",
+    "model.train_unembed": "lora.train_unembed",
+    "training.group_size": "rollout.n",
+    "training.learning_rate": "optim.lr",
+    "training.beta1": "optim.beta1",
+    "training.beta2": "optim.beta2",
+    "training.eps": "optim.eps",
+    "training.max_length": "model.max_model_len",
+    "training.default_local_dir": "trainer.run_dir",
+    "validation.group_size": "rollout.n_val",
 }
 
 # One key of another tool that sets several of ours. The keys for one of them alone win over it, as they do there.
 SPREAD: dict[str, tuple[str, ...]] = {
+    f"{ACTOR}.optim.betas": ("optim.beta1", "optim.beta2"),
     f"{ACTOR}.clip_ratio": ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"),
     "rllm.algorithm.eps_clip": ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"),
 }
@@ -103,36 +129,35 @@ TRANSLATED: dict[str, dict[Any, Any]] = {
     "trainer.test_freq": {-1: 0},
     "trainer.save_freq": {-1: 0},
     "trainer.total_steps": {-1: None},
+    "data.val_size": {-1: None},
 }
-STD_BY_FLAG = {True: "sample", False: "none"}
+FLAGS: dict[str, dict[bool, str]] = {
+    "algorithm.grpo_std": {True: "sample", False: "none"},
+    "algorithm.zero_std": {True: "drop", False: "keep"},
+}
 
 _NO_GPU_SHARE = "this backend keeps one copy of the model in one process"
 _ONE_UPDATE = "all rows of a step make one optimizer step here; micro-batches never change the result"
-_PLACEMENT = "placement on several workers does not arise in one process"
-_ENGINE = "the sampler is built in; there is no engine to configure"
-_NO_CRITIC = "no critic is trained with group-relative advantages"
-_EVALUATOR = "rewards come from the evaluator"
 _KL_OFF = "there is no KL term to shape"
-_ROWS = "datasets are read by rllm; flows see the task itself"
 
 # Keys (or prefixes ending in '.') that verl and rLLM scripts carry and that change nothing here, with the reason.
 NO_EFFECT: dict[str, str] = {
-    f"{ROLLOUT}.name": _ENGINE,
-    f"{ROLLOUT}.mode": _ENGINE,
+    f"{ROLLOUT}.name": ENGINE,
+    f"{ROLLOUT}.mode": ENGINE,
     f"{ROLLOUT}.dtype": "set model.dtype",
-    f"{ROLLOUT}.load_format": _ENGINE,
-    f"{ROLLOUT}.layered_summon": _ENGINE,
-    f"{ROLLOUT}.enforce_eager": _ENGINE,
-    f"{ROLLOUT}.free_cache_engine": _ENGINE,
-    f"{ROLLOUT}.enable_chunked_prefill": _ENGINE,
-    f"{ROLLOUT}.enable_prefix_caching": _ENGINE,
-    f"{ROLLOUT}.max_num_batched_tokens": _ENGINE,
-    f"{ROLLOUT}.disable_log_stats": _ENGINE,
-    f"{ROLLOUT}.engine_kwargs.": _ENGINE,
+    f"{ROLLOUT}.load_format": ENGINE,
+    f"{ROLLOUT}.layered_summon": ENGINE,
+    f"{ROLLOUT}.enforce_eager": ENGINE,
+    f"{ROLLOUT}.free_cache_engine": ENGINE,
+    f"{ROLLOUT}.enable_chunked_prefill": ENGINE,
+    f"{ROLLOUT}.enable_prefix_caching": ENGINE,
+    f"{ROLLOUT}.max_num_batched_tokens": ENGINE,
+    f"{ROLLOUT}.disable_log_stats": ENGINE,
+    f"{ROLLOUT}.engine_kwargs.": ENGINE,
     f"{ROLLOUT}.calculate_log_probs": "log-probabilities of sampled tokens are always kept",
     f"{ROLLOUT}.gpu_memory_utilization": _NO_GPU_SHARE,
-    f"{ROLLOUT}.tensor_model_parallel_size": _PLACEMENT,
-    f"{ROLLOUT}.data_parallel_size": _PLACEMENT,
+    f"{ROLLOUT}.tensor_model_parallel_size": PLACEMENT,
+    f"{ROLLOUT}.data_parallel_size": PLACEMENT,
     f"{ROLLOUT}.log_prob_micro_batch_size": _ONE_UPDATE,
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": _ONE_UPDATE,
     f"{ROLLOUT}.log_prob_use_dynamic_bsz": _ONE_UPDATE,
@@ -141,29 +166,29 @@ NO_EFFECT: dict[str, str] = {
     f"{ROLLOUT}.val_kwargs.top_p": "validation samples with rollout.top_p",
     f"{ROLLOUT}.val_kwargs.top_k": "validation samples from all tokens",
     f"{ROLLOUT}.agent.": "episodes are bounded by rollout.max_concurrency",
-    f"{ACTOR}.strategy": _PLACEMENT,
-    f"{ACTOR}.fsdp_config.": _PLACEMENT,
+    f"{ACTOR}.strategy": PLACEMENT,
+    f"{ACTOR}.fsdp_config.": PLACEMENT,
     f"{ACTOR}.ppo_mini_batch_size": "a step is one update on data.train_batch_size tasks; lower that for more updates per task",
     f"{ACTOR}.ppo_micro_batch_size": _ONE_UPDATE,
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": _ONE_UPDATE,
     f"{ACTOR}.ppo_max_token_len_per_gpu": _ONE_UPDATE,
     f"{ACTOR}.use_dynamic_bsz": _ONE_UPDATE,
-    f"{ACTOR}.ulysses_sequence_parallel_size": _PLACEMENT,
+    f"{ACTOR}.ulysses_sequence_parallel_size": PLACEMENT,
     f"{ACTOR}.clip_ratio_c": "the loss is clipped on one side of the ratio only, without a dual clip",
     f"{ACTOR}.kl_loss_type": _KL_OFF,
-    f"{ACTOR}.use_torch_compile": _ENGINE,
+    f"{ACTOR}.use_torch_compile": ENGINE,
     f"{ACTOR}.checkpoint.": "a run saves the adapter (or, without LoRA, the model)",
     "actor_rollout_ref.ref.": "the reference policy is the same model with the adapter off",
     "actor_rollout_ref.hybrid_engine": _NO_GPU_SHARE,
     f"{MODEL}.use_remove_padding": "rows are always packed without padding",
-    f"{MODEL}.use_fused_kernels": _ENGINE,
-    f"{MODEL}.enable_gradient_checkpointing": "memory is bounded by micro-batches here",
-    f"{MODEL}.enable_activation_offload": "memory is bounded by micro-batches here",
+    f"{MODEL}.use_fused_kernels": ENGINE,
+    f"{MODEL}.enable_gradient_checkpointing": MEMORY,
+    f"{MODEL}.enable_activation_offload": MEMORY,
     f"{MODEL}.use_shm": _NO_GPU_SHARE,
     f"{MODEL}.trust_remote_code": "no code of a model folder is ever run",
-    "critic.": _NO_CRITIC,
-    "reward_model.": _EVALUATOR,
-    "custom_reward_function.": _EVALUATOR,
+    "critic.": NO_CRITIC,
+    "reward_model.": EVALUATOR,
+    "custom_reward_function.": EVALUATOR,
     "algorithm.kl_ctrl.": _KL_OFF,
     "algorithm.kl_penalty": _KL_OFF,
     "algorithm.gamma": "group-relative advantages use no discount",
@@ -172,21 +197,21 @@ NO_EFFECT: dict[str, str] = {
     "data.val_batch_size": "validation runs all tasks; rollout.max_concurrency bounds how many at once",
     "data.filter_overlong_prompts": "a prompt that is too long fails that call with its sizes",
     "data.truncation": "prompts are never truncated; one that is too long fails that call",
-    "data.return_raw_chat": _ROWS,
+    "data.return_raw_chat": ROWS,
     "data.prompt_key": "the text is found in instruction, question, prompt or problem",
-    "data.reward_fn_key": _EVALUATOR,
-    "data.dataloader_num_workers": _ROWS,
-    "trainer.n_gpus_per_node": _PLACEMENT,
-    "trainer.nnodes": _PLACEMENT,
-    "trainer.balance_batch": _PLACEMENT,
-    "trainer.critic_warmup": _NO_CRITIC,
+    "data.reward_fn_key": EVALUATOR,
+    "data.dataloader_num_workers": ROWS,
+    "trainer.n_gpus_per_node": PLACEMENT,
+    "trainer.nnodes": PLACEMENT,
+    "trainer.balance_batch": PLACEMENT,
+    "trainer.critic_warmup": NO_CRITIC,
     "trainer.device": "set model.device",
     "trainer.project_name": "a run is a folder under trainer.run_dir, named by trainer.experiment_name",
     "trainer.log_val_generations": "every episode is in episodes.jsonl",
     "trainer.max_actor_ckpt_to_keep": "adapters are small; all are kept",
     "trainer.resume_mode": "resume is not there yet; lora.adapter_path starts from a saved adapter",
-    "ray_kwargs.": _PLACEMENT,
-    "ray_init.": _PLACEMENT,
+    "ray_kwargs.": PLACEMENT,
+    "ray_init.": PLACEMENT,
     "rllm.data.val_batch_size": "validation runs all tasks; rollout.max_concurrency bounds how many at once",
     "rllm.rollout.val.top_p": "validation samples with rollout.top_p",
     "rllm.trainer.project_name": "a run is a folder under trainer.run_dir, named by trainer.experiment_name",
@@ -212,8 +237,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     f"{ROLLOUT}.ignore_eos": (False,),
     f"{MODEL}.target_parameters": (None,),
     f"{MODEL}.lora.type": ("lora",),
-    f"{MODEL}.lora.dropout": (0,),
-    f"{MODEL}.lora.merge": (False,),
     "algorithm.use_kl_in_reward": (False,),
     "rllm.algorithm.use_precomputed_advantage": (False,),
     "rllm.algorithm.lr_schedule": ("constant",),
@@ -296,15 +319,13 @@ def check_engine_rank(entries: Sequence[Entry], ranks: Mapping[str, int]) -> Non
 
 def translated(field: str, key: str, value: Any) -> Any:
     """`value` in our words, where other tools have a word of their own for "off" or "default"."""
-    if field == "algorithm.grpo_std" and key != field and isinstance(value, bool):
-        return STD_BY_FLAG[value]
+    if key in SPREAD and isinstance(value, (list, tuple)):
+        fields = SPREAD[key]
+        if len(value) != len(fields):
+            raise ConfigError(f"{key}={list(value)}: {len(value)} values; expected {len(fields)}: {', '.join(fields)}")
+        return value[fields.index(field)]
+    if key != field and isinstance(value, bool) and field in FLAGS:
+        return FLAGS[field][value]
     words: Mapping[Any, Any] = TRANSLATED.get(field, {})
     plain = isinstance(value, int) and not isinstance(value, bool)
     return words[value] if plain and value in words else value
-
-
-def no_effect_reason(key: str) -> str | None:
-    """Why `key` changes nothing here, or None if it is not such a key."""
-    if key in NO_EFFECT:
-        return NO_EFFECT[key]
-    return next((reason for name, reason in NO_EFFECT.items() if name.endswith(".") and key.startswith(name)), None)
