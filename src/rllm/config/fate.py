@@ -68,6 +68,9 @@ def fate(key: str) -> Fate | None:
         return Fate(only=TREE_ONLY[key][0], reason=TREE_ONLY[key][1])
     if key.endswith("._target_"):
         return Fate(reason="it names a class of verl")
+    whole = next((name[:-1] for name in _prefixes(key) if name[:-1] in TREE_ONLY), None)
+    if whole is not None:  # a key inside a mapping that must be empty
+        return Fate(only=TREE_ONLY[whole][0], reason=TREE_ONLY[whole][1])
     return next((Fate(reason=_NO_EFFECT[name]) for name in (key, *_prefixes(key)) if name in _NO_EFFECT), None)
 
 

@@ -164,23 +164,28 @@ def interpolated(entries: Sequence[Entry], known: Mapping[str, Any]) -> list[Ent
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    try:
-        tree = OmegaConf.create(_all_spellings(entries, known))
-    except (OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(f"config: {' '.join(str(error).split())}") from None
-    resolved = []
-    for entry in entries:
+    tree = _all_spellings(entries, known)
+    # Beside the key that it sets, each value also stands under a name of its own: a later source may have set the key again.
+    places = {}
+    for i, entry in enumerate(entries):
         if _has_interpolation(entry.value):
-            try:
-                holder = OmegaConf.create({"value": entry.value})
-                holder._set_parent(OmegaConf.select(tree, entry.key.rpartition(".")[0]) or tree)
-                value = OmegaConf.to_container(holder, resolve=True)["value"]  # type: ignore[index, call-overload]
-            except (OmegaConfBaseException, ValueError) as error:
-                raise ConfigError(
-                    f"{entry.source}: {entry.key}={show(entry.value)}: {_why(error, known, entries)}"
-                ) from None
-            entry = replace(entry, value=value, raw=str(value) if entry.raw is not None else None)
-        resolved.append(entry)
+            places[i] = f"{entry.key.rpartition('.')[0]}.value {i}".lstrip(".")
+            _put(tree, places[i], entry.value)
+    resolved, root = list(entries), None
+    for i, place in places.items():
+        entry = entries[i]
+        try:
+            root = root or OmegaConf.create(tree)
+            value: Any = root
+            for part in place.split("."):
+                value = value[part]
+        except (OmegaConfBaseException, ValueError) as error:
+            raise ConfigError(
+                f"{entry.source}: {entry.key}={show(entry.value)}: {_why(error, known, entries)}"
+            ) from None
+        if OmegaConf.is_config(value):
+            value = OmegaConf.to_container(value, resolve=True)
+        resolved[i] = replace(entry, value=value, raw=None if entry.raw is None else str(value))
     return resolved
 
 
@@ -201,9 +206,16 @@ def _all_spellings(entries: Sequence[Entry], known: Mapping[str, Any]) -> dict[s
     tree: dict[str, Any] = {}
     values = [(name, info.get_default(call_default_factory=True)) for name, info in known.items()]
     for key, value in [*values, *((entry.key, entry.value) for entry in entries)]:
+        _put(tree, key, value)
         name = ALIASES.get(key, key)
-        for spelling in {key, *((name, *spellings.get(name, ())) if name in spellings else ())}:
-            _put(tree, spelling, value)
+        others = {name, *spellings.get(name, ())} - {key} if name in spellings else set()
+        if _has_interpolation(value):
+            # The others follow this one, unless it follows one of them.
+            if any(other in str(value) for other in others):
+                continue
+            value = f"${{{key}}}"
+        for other in others:
+            _put(tree, other, value)
     return tree
 
 
