@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ import rllm
 from rllm.config.explain import reference
 from rllm.config.load import Resolved, load_config, load_model, show_config
 from rllm.config.schema import Config
+from rllm.config.sources import about_option
 from rllm.errors import ConfigError
 
 app = typer.Typer(
@@ -23,15 +25,34 @@ app = typer.Typer(
 )
 
 
+config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="About config files.")
+app.add_typer(config_app, name="config")
+
+
 def _keys(kind: Any) -> str:
     """All config keys of a tree, as text that help output leaves as it is."""
     lines = [f"  {key}={default}\n      {text}" for key, default, text in reference(kind)]
     return "\b\nConfig keys and defaults (key=value; verl's spellings of them work too):\n" + "\n".join(lines)
 
 
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config overrides")]
+def _no_options(context: typer.Context, value: Any) -> Any:
+    """Options of Hydra and misspelt ones of ours reach the arguments: say what to write instead."""
+    for text in value if isinstance(value, list) else [value or ""]:
+        if text.startswith("-"):
+            ours = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+            near = difflib.get_close_matches(text.partition("=")[0], ours, n=1, cutoff=0.8)
+            raise ConfigError(f"argument {text!r}: " + (f"did you mean {near[0]}?" if near else about_option(text)))
+    return value
+
+
+PASSED_ON = {"ignore_unknown_options": True}  # to `_no_options`
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config overrides", callback=_no_options)
+]
 ConfigFiles = Annotated[list[Path] | None, typer.Option("--config", "-c", help="YAML config file; may be given again")]
-TargetArgument = Annotated[str, typer.Argument(help="Python file or module with the flow; file.py:name picks one")]
+TargetArgument = Annotated[
+    str, typer.Argument(help="Python file or module with the flow; file.py:name picks one", callback=_no_options)
+]
 
 
 def _version(value: bool) -> None:
@@ -49,7 +70,7 @@ def _main(
     """Reinforcement learning with LoRA for LLM agents."""
 
 
-@app.command(epilog=_keys(Config))
+@app.command(epilog=_keys(Config), context_settings=PASSED_ON)
 def train(
     target: TargetArgument,
     overrides: Overrides = None,
@@ -80,7 +101,7 @@ def train(
     ).train()
 
 
-@app.command("eval")
+@app.command("eval", context_settings=PASSED_ON)
 def evaluate(
     target: TargetArgument,
     overrides: Overrides = None,
@@ -126,9 +147,11 @@ def evaluate(
     typer.echo(text)
 
 
-@app.command()
+@app.command(context_settings=PASSED_ON)
 def sft(
-    file: Annotated[str | None, typer.Argument(help="JSONL file of {'messages': [...]} chats")] = None,
+    file: Annotated[
+        str | None, typer.Argument(help="JSONL file of {'messages': [...]} chats", callback=_no_options)
+    ] = None,
     overrides: Overrides = None,
     config: ConfigFiles = None,
     show: Annotated[
@@ -146,6 +169,14 @@ def sft(
         typer.echo(show_config(resolved))
         return
     run_sft(resolved.config)
+
+
+@config_app.command("schema")
+def schema() -> None:
+    """Print the JSON schema of config files, for editors: rllm config schema > rllm.schema.json"""
+    from rllm.config.json_schema import config_schema
+
+    typer.echo(json.dumps(config_schema(), indent=2))
 
 
 @app.command()

@@ -97,7 +97,7 @@ def parse_override(text: str) -> tuple[str, Any, str]:
     """(key, value, value as typed) of ``key=value``. Hydra's ``+key=value`` and ``++key=value`` are the same: every key that can be
     set exists here. Its other forms have no meaning here and are explained."""
     if text.startswith("-"):
-        raise ConfigError(f"argument {text!r}: {_about_option(text)}")
+        raise ConfigError(f"argument {text!r}: {about_option(text)}")
     if text.startswith("~"):
         key = text[1:].partition("=")[0]
         raise ConfigError(
@@ -116,7 +116,8 @@ def parse_override(text: str) -> tuple[str, Any, str]:
         return key, raw, raw
 
 
-def _about_option(text: str) -> str:
+def about_option(text: str) -> str:
+    """What to do instead of an argument with dashes."""
     name = text.partition("=")[0]
     if name in HYDRA_OPTIONS:
         return f"an option of Hydra; {HYDRA_OPTIONS[name]}"
