@@ -17,7 +17,7 @@ from typing import Any
 from rllm.algorithms.datums import build_datums
 from rllm.algorithms.grouping import Accounting, group_by_role, usable_trajectories
 from rllm.algorithms.metrics import episode_metrics, reward_metrics, validation_metrics
-from rllm.backends.base import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, AdamParams, Backend, LossSpec
+from rllm.backends.base import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, AdamParams, Backend, LossSpec, refuse_impossible
 from rllm.config.load import Resolved, load_config
 from rllm.config.schema import Config
 from rllm.data.dataset import Dataset, load_dataset
@@ -59,6 +59,8 @@ class AgentTrainer:
             config if isinstance(config, Resolved) and not overrides else load_config(base=config, overrides=overrides)
         )
         self.config: Config = self.resolved.config
+        if backend is None or isinstance(backend, str):
+            refuse_impossible(self.config, self.resolved.provenance)
         self.flow, self.workflow_class, self.workflow_args = agent_flow, workflow_class, workflow_args or {}
         self.evaluator = evaluator
         self.train_dataset = _dataset(train_dataset, self.config.data.train_files, "train", self.config)
@@ -305,6 +307,7 @@ def evaluate(
 
 def create_backend(config: Config) -> Backend:
     """The backend that ``config.backend`` names, with its model loaded."""
+    refuse_impossible(config, training=False)
     from rllm.backends.local.backend import LocalBackend
 
     return LocalBackend.create(config)

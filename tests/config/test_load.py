@@ -128,7 +128,6 @@ MISTAKES = [
     ("data.shuffle=perhaps", r"data\.shuffle=perhaps: .*true or false"),
     ("rollout.n=0", r"rollout\.n=0: .*greater than 0"),
     ("rollout.n=1", r"rollout\.n=1 with algorithm\.adv_estimator=grpo.*at least 2.*reinforce"),
-    ("rollout.top_p=0.9", r"rollout\.top_p=0\.9: .*set rollout\.top_p=1"),
     ("rollout.temperature=0", r"rollout\.temperature=0: greedy"),
     ("rollout.temperature=-1", r"rollout\.temperature=-1: .*greater than or equal to 0"),
     ("algorithm.adv_estimator=grop", r"did you mean 'grpo'"),

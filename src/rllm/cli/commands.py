@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import rllm
+from rllm.backends.base import refuse_impossible
 from rllm.config.explain import reference
 from rllm.config.load import Resolved, load_config, load_model, show_config
 from rllm.config.schema import Config
@@ -86,6 +87,7 @@ def train(
     load_model(Config, config or (), overrides or (), aliases=True)
     found = load_target(target)
     resolved = load_config(config or (), overrides or (), defaults=found.defaults)
+    refuse_impossible(resolved.config, resolved.provenance)
     if show:
         typer.echo(show_config(resolved))
         return
@@ -169,6 +171,17 @@ def sft(
         typer.echo(show_config(resolved))
         return
     run_sft(resolved.config)
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON")] = False) -> None:
+    """Say what this machine can run and what to mend; exit code 1 if the default backend cannot run."""
+    from rllm.doctor import as_text, examine
+
+    report = examine()
+    typer.echo(json.dumps(report.to_dict(), indent=2) if as_json else as_text(report))
+    if not report.can_run:
+        raise typer.Exit(1)
 
 
 @config_app.command("schema")

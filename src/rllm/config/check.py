@@ -66,11 +66,6 @@ def _check_sampling(config: Config, refuse: Callable[[str, str], ConfigError]) -
             f"rollout.n={r.n} with algorithm.adv_estimator=grpo: a group of one has nothing to compare with, so nothing would be "
             "trained; set rollout.n to at least 2, or algorithm.adv_estimator=reinforce",
         )
-    if r.top_p != 1.0:
-        raise refuse(
-            "rollout.top_p",
-            f"rollout.top_p={r.top_p:g}: the log-probabilities trained on would not be those sampled from; set rollout.top_p=1",
-        )
     if r.temperature == 0:
         raise refuse(
             "rollout.temperature", "rollout.temperature=0: greedy samples are all the same; use a temperature above 0"

@@ -155,7 +155,8 @@ def _provenance(given: Mapping[str, Entry], base: Any) -> dict[str, str]:
     """Where each value came from. What a config object holds at its default, or got from elsewhere, is told as such."""
     origins: dict[str, str] = {}
     for name, entry in given.items():
-        origins[name] = entry.source if entry.key == name else f"{entry.source} (as {entry.key})"
+        ours = entry.key == name or entry.key.startswith(f"{name}.")
+        origins[name] = entry.source if ours else f"{entry.source} (as {entry.key})"
     config = base.config if isinstance(base, Resolved) else base
     if isinstance(config, BaseModel):
         history = base.provenance if isinstance(base, Resolved) else {}
