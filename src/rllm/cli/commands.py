@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,8 +84,7 @@ def train(
     """Train a flow with reinforcement learning."""
     from rllm.cli.target import load_target
 
-    # Config mistakes that need no user code are told before any of it runs.
-    load_model(Config, config or (), overrides or (), aliases=True)
+    _check_first(target, config or (), overrides or ())
     found = load_target(target)
     resolved = load_config(config or (), overrides or (), defaults=found.defaults)
     refuse_impossible(resolved.config, resolved.provenance)
@@ -129,7 +129,7 @@ def evaluate(
     if out is not None and not out.resolve().parent.is_dir():
         raise ConfigError(f"--out {out}: the folder {out.parent} does not exist; make it first, or name another")
     arguments = [*(overrides or ()), *extra]
-    load_model(Config, config or (), arguments, aliases=True)
+    _check_first(target, config or (), arguments, training=False)
     found = load_target(target)
     resolved = load_config(config or (), arguments, defaults=found.defaults, training=False)
     from rllm.trainer import evaluate as run
@@ -215,6 +215,18 @@ def serve(
         serve_openai(backend, host, port, adapters=list(config.lora.adapters()) if adapter else [])
     finally:
         backend.close()
+
+
+def _check_first(target: str, files: Sequence[Path], overrides: Sequence[str], training: bool = True) -> None:
+    """Config mistakes are told before any user code runs, and before anything heavy is imported."""
+    from rllm.cli.target import peek_defaults
+
+    defaults = peek_defaults(target)
+    if defaults is None:
+        load_model(Config, files, overrides, aliases=True)
+    else:
+        resolved = load_config(files, overrides, defaults=defaults, training=training)
+        refuse_impossible(resolved.config, resolved.provenance, training)
 
 
 def _dataset(make: Any, resolved: Resolved[Config], files: Any) -> Any:
