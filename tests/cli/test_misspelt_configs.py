@@ -58,7 +58,7 @@ MISSPELT = {
     'lora.target_modules=["all-linear"]': "write target_modules=all-linear",
     "optim.lr=fast": "optim.lr=fast: input should be a valid number",
     "optim.lr=1e-5,1e-4": "optim.lr=1e-5,1e-4: input should be a valid number",
-    "rollout.n=1": "set rollout.n to at least 2, or algorithm.adv_estimator=reinforce",
+    "rollout.n=1": "set rollout.n to at least 2, or algorithm.adv_estimator",
     "rollout.top_p=0.9": "set rollout.top_p=1",
     "rollout.temperature=0": "use a temperature above 0",
     "algorithm.adv_estimator=grop": "did you mean 'grpo'?",

@@ -154,4 +154,5 @@ def test_what_the_loader_refuses_is_flagged(text, tmp_path):
 def test_it_is_plain_json_that_names_its_dialect_and_needs_no_network():
     text = json.dumps(SCHEMA, allow_nan=False)
     assert SCHEMA["$schema"].endswith("2020-12/schema")
-    assert set(re.findall(r'"\$ref": "([^"]*)"', text)) == {"#/$defs/LoraSettings"}
+    referred = set(re.findall(r'"\$ref": "([^"]*)"', text))
+    assert "#/$defs/LoraSettings" in referred and referred == {f"#/$defs/{kind}" for kind in SCHEMA["$defs"]}

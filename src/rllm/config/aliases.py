@@ -280,6 +280,8 @@ HINTS: dict[str, str] = {
 
 USE_KL, KL_COEF = f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"
 VERL_KL_COEF = 0.001
+# Keys that switch a field on and off and are not its value.
+SWITCHES = frozenset({USE_KL})
 VLLM_MAX_RANK = 512
 
 

@@ -10,10 +10,10 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 
 from rllm.config.schema import Config
-from rllm.config.sources import EXAMPLE_DEFAULT
 from rllm.errors import ConfigError
 
 FULL_FINETUNING_LR = 2e-6
+EXAMPLE_DEFAULT = "example default"
 LORA_BATCH_CAP = 64
 ESTIMATORS = ("grpo", "reinforce")
 LOSSES = ("ppo_clip",)

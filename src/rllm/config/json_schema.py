@@ -5,6 +5,7 @@ Says what a config *file* may hold; rules between fields are `check.py`'s.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rllm.config.aliases import ALIASES, NO_EFFECT, SPREAD, TRANSLATED
@@ -18,24 +19,16 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 OPEN_CHOICES = {"algorithm.adv_estimator": ESTIMATORS, "algorithm.loss": LOSSES}
 CHOICES = {"algorithm.loss_agg_mode": AGGREGATIONS}
 INTERPOLATION = {"type": "string", "pattern": r"\$\{.+\}"}
-_SECTIONS = {getattr(info.annotation, "__name__", "") for info in Config.model_fields.values()}
 _OUTSIDE = ("title", "description", "default")
 
 
 def config_schema() -> dict[str, Any]:
     """The schema, self-contained, without network references."""
     schema = Config.model_json_schema()
-    sections = {name: _resolve(schema, part) for name, part in schema["properties"].items()}
-    for name, section in sections.items():
-        for key, field in section.get("properties", {}).items():
-            section["properties"][key] = _as_in_a_file(f"{name}.{key}", field)
-        if "properties" in section:
-            section["type"] = ["object", "null"]  # null: everything in it is commented out
-    schema["properties"] = sections
+    inlined: set[str] = set()
+    schema = _section(schema, schema["$defs"], "", inlined)
+    schema["$defs"] = {kind: part for kind, part in schema["$defs"].items() if kind not in inlined}
     schema["patternProperties"] = {r"\.": {"description": "A key written with its dots, e.g. lora.rank"}}
-    schema["$defs"] = {
-        kind: part for kind, part in schema["$defs"].items() if kind not in _SECTIONS
-    }  # these are inside now
     for key in foreign_keys():
         _insert(schema, key.split("."), _foreign_leaf(key))
     for group in (*NO_EFFECT, *TREE_NO_EFFECT):
@@ -46,9 +39,18 @@ def config_schema() -> dict[str, Any]:
     return {"$schema": DIALECT, **schema, "title": "rllm config"}
 
 
-def _resolve(schema: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
-    reference = part.get("$ref", "").rpartition("/")[2]
-    return dict(schema["$defs"][reference]) if reference else part
+def _section(part: dict[str, Any], kinds: Mapping[str, Any], at: str, inlined: set[str]) -> dict[str, Any]:
+    """A section with the sections in it written out, so that other spellings can be put among its keys. `at`: ``algorithm.`` or so."""
+    properties = {}
+    for name, field in part["properties"].items():
+        kind = field.get("$ref", "").rpartition("/")[2]
+        if kind:
+            inlined.add(kind)
+            inner = _section(kinds[kind], kinds, f"{at}{name}.", inlined)
+            properties[name] = inner | {"type": ["object", "null"]}  # null: everything in it is commented out
+        else:
+            properties[name] = _as_in_a_file(f"{at}{name}", field)
+    return part | {"properties": properties}
 
 
 def _as_in_a_file(key: str, field: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from rllm.config.aliases import SPREAD, Entry, check_engine_rank, translated
-from rllm.config.check import check
+from rllm.config.check import EXAMPLE_DEFAULT, check
 from rllm.config.explain import (
     explain,
     is_open,
@@ -28,7 +28,7 @@ from rllm.config.explain import (
 )
 from rllm.config.fate import fate, is_foreign_section, settle
 from rllm.config.schema import Config
-from rllm.config.sources import BASE, EXAMPLE_DEFAULT, interpolated, read_entries
+from rllm.config.sources import BASE, interpolated, read_entries
 from rllm.errors import ConfigError
 
 __all__ = ["Resolved", "check", "leaves", "load_config", "load_model", "reference", "show_config", "to_yaml"]

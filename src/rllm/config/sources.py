@@ -14,12 +14,12 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from rllm.config.aliases import ALIASES, FLAGS, USE_KL, Entry
+from rllm.config.aliases import ALIASES, FLAGS, SWITCHES, Entry
+from rllm.config.check import EXAMPLE_DEFAULT
 from rllm.config.explain import flatten, nearest_key, show
 from rllm.errors import ConfigError
 
 BASE = "config object"
-EXAMPLE_DEFAULT = "example default"
 ARGUMENT = "argument"
 
 _FILE = "a YAML file is given with --config FILE (in a script: load_config([FILE], overrides))"
@@ -202,7 +202,7 @@ def _all_spellings(entries: Sequence[Entry], known: Mapping[str, Any]) -> dict[s
     """One tree in which every field has its last value, under our name and under each alias whose values mean the same."""
     spellings: dict[str, list[str]] = {}
     for key, name in ALIASES.items():
-        if name not in FLAGS and key != USE_KL:
+        if name not in FLAGS and key not in SWITCHES:
             spellings.setdefault(name, []).append(key)
     tree: dict[str, Any] = {}
     values = [(name, info.get_default(call_default_factory=True)) for name, info in known.items()]
