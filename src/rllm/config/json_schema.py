@@ -34,7 +34,8 @@ def config_schema() -> dict[str, Any]:
     for group in (*NO_EFFECT, *TREE_NO_EFFECT):
         if group.endswith("."):
             section = _insert(schema, group[:-1].split("."), {"type": "object"})
-            section["additionalProperties"] = True
+            if "title" not in section:  # one of ours that others put keys into stays closed
+                section["additionalProperties"] = True
             section.setdefault("description", f"No effect here: {(NO_EFFECT | TREE_NO_EFFECT)[group]}")
     return {"$schema": DIALECT, **schema, "title": "rllm config"}
 
