@@ -36,11 +36,14 @@ def arguments_of(script, stub):
 
 
 def sampled_first(run):
-    """The token ids of every training episode of step 1."""
-    episodes = [json.loads(line) for line in (run / "episodes.jsonl").read_text().splitlines()]
+    """The token ids that the solvers sampled in step 1, by episode. Two solvers ask at once, so their order is not fixed."""
     return {
-        episode["id"]: [step["response_ids"] for trajectory in episode["trajectories"] for step in trajectory["steps"]]
-        for episode in episodes
+        episode["id"]: sorted(
+            trajectory["steps"][0]["response_ids"]
+            for trajectory in episode["trajectories"]
+            if trajectory["name"] == "solver"
+        )
+        for episode in map(json.loads, (run / "episodes.jsonl").read_text().splitlines())
         if (episode["step"], episode["split"]) == (1, "train")
     }
 
