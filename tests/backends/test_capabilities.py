@@ -82,3 +82,9 @@ def test_trainer_and_backend_refuse_before_a_model_loads():
 
 def test_what_only_training_asks_for_is_not_asked_of_evaluation():
     refuse_impossible(load_config(overrides=["rollout.top_p=0.9"]).config, training=False)
+
+
+def test_a_loss_that_the_user_brought_is_for_no_table_to_refuse():
+    config = load_config().config
+    config.algorithm.loss = "my_own_loss"
+    refuse_impossible(config)

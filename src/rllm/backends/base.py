@@ -172,6 +172,10 @@ CAPABILITIES: dict[str, Capabilities] = {
 }
 
 
+# A loss that no row names is one that the user brought.
+_NAMED_LOSSES = frozenset().union(*(row.losses for row in CAPABILITIES.values()))
+
+
 def refuse_impossible(config: Config, provenance: Mapping[str, str] | None = None, training: bool = True) -> None:
     """Raise a `ConfigError` for the first thing that `config` asks of its backend and the table says it cannot do."""
     can = CAPABILITIES[config.backend]
@@ -188,7 +192,7 @@ def refuse_impossible(config: Config, provenance: Mapping[str, str] | None = Non
         ("model.dtype", config.model.dtype, can.dtypes | {"auto"}),
         ("model.quantization", config.model.quantization, can.quantization),
     ]
-    if training:
+    if training and config.algorithm.loss in _NAMED_LOSSES:
         choices.append(("algorithm.loss", config.algorithm.loss, can.losses))
     for key, value, allowed in choices:
         _require(value in allowed, config, provenance, key, value, f"it can do {', '.join(sorted(allowed))}")
