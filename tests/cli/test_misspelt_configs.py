@@ -126,6 +126,16 @@ def test_the_command_itself_answers_within_a_second():
     assert min(seconds() for _ in range(5)) < 1.0
 
 
+def test_names_that_the_flows_own_module_may_define_are_judged_after_it_ran(tmp_path, monkeypatch, capsys):
+    flow = tmp_path / "a_flow_that_brings_an_estimator.py"
+    flow.write_text("print('user code ran')\nimport rllm\n")
+    for argument, ran in (("algorithm.adv_estimator=my_own", True), ("rollout.n=1", False)):
+        monkeypatch.setattr(sys, "argv", ["rllm", "train", str(flow), argument])
+        with pytest.raises(SystemExit):
+            main()
+        assert ("user code ran" in capsys.readouterr().out) == ran
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

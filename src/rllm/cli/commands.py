@@ -12,6 +12,7 @@ import typer
 
 import rllm
 from rllm.backends.base import refuse_impossible
+from rllm.config.check import ESTIMATORS, LOSSES
 from rllm.config.explain import reference
 from rllm.config.load import Resolved, load_config, load_model, show_config
 from rllm.config.schema import Config
@@ -218,13 +219,13 @@ def serve(
 
 
 def _check_first(target: str, files: Sequence[Path], overrides: Sequence[str], training: bool = True) -> None:
-    """Config mistakes are told before any user code runs, and before anything heavy is imported."""
+    """Config mistakes are told before any user code runs, and before anything heavy is imported. What only that code can tell (its
+    computed DEFAULTS, estimators and losses of its own) waits for it."""
     from rllm.cli.target import peek_defaults
 
     defaults = peek_defaults(target)
-    if defaults is None:
-        load_model(Config, files, overrides, aliases=True)
-    else:
+    algorithm = load_model(Config, files, overrides, defaults=defaults, aliases=True).config.algorithm
+    if defaults is not None and algorithm.adv_estimator in ESTIMATORS and algorithm.loss in LOSSES:
         resolved = load_config(files, overrides, defaults=defaults, training=training)
         refuse_impossible(resolved.config, resolved.provenance, training)
 
