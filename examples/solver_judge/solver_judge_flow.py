@@ -85,7 +85,9 @@ async def solver_judge(task: rllm.Task, config: rllm.AgentConfig) -> rllm.Episod
     client = _client().with_options(base_url=config.base_url)
     question = task.metadata["question"]
     n = int(task.metadata.get("n_solutions", N_SOLUTIONS))
-    attempts = await asyncio.gather(*(_ask(client, config.model_for("solver"), solver_prompt(question)) for _ in range(n)))
+    attempts = await asyncio.gather(
+        *(_ask(client, config.model_for("solver"), solver_prompt(question)) for _ in range(n))
+    )
     solutions = [parse_solution(text) for _, text in attempts]
     solvers = [
         rllm.Trajectory(name="solver", steps=[rllm.Step(id=call, action=solution)], output=solution)
