@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rllm.backends.base import DEFAULT_ADAPTER, Completion, SamplingParams
+from rllm.backends.base import DEFAULT_ADAPTER, Completion, OnToken, SamplingParams
 from rllm.gateway.server import Gateway
 
 # A suite started in the background inherits "ignore" for Ctrl-C; the tests about it, and the processes they start, need the usual answer.
@@ -65,7 +65,11 @@ class EchoBackend:
         self.cancelled = 0
 
     async def sample(
-        self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str = DEFAULT_ADAPTER
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        adapter: str = DEFAULT_ADAPTER,
+        on_token: OnToken | None = None,
     ) -> Completion:
         self.asked.append((list(prompt_ids), params, adapter))
         text = self.tokenizer.decode(prompt_ids)
@@ -77,6 +81,10 @@ class EchoBackend:
         ids = self.tokenizer(self.answer(text), add_special_tokens=False)["input_ids"] + [self.tokenizer.eos_token_id]
         reason = "stop" if len(ids) <= params.max_tokens else "length"
         ids = ids[: params.max_tokens]
+        if on_token is not None:
+            for token in ids:
+                on_token(token, -0.5)
+                await asyncio.sleep(0)
         return Completion(ids, [-0.5] * len(ids), [self.policy_version] * len(ids), reason)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from rllm.backends.local.loading import DEFAULT_MODEL, load_tokenizer
 from rllm.errors import ConfigError, DataError
-from rllm.sft import SftConfig, SftOptimConfig, batches, encode_chat, encode_files, learning_rate, run_sft
+from rllm.sft import SftConfig, _optimise, batches, encode_chat, encode_files, run_sft
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +81,29 @@ def test_every_chat_is_in_every_epoch_once():
     assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 2 and epochs[0] != epochs[1]
 
 
-def test_learning_rate_rises_then_follows_its_schedule():
-    def rates(schedule):
-        optim = SftOptimConfig(lr=1.0, schedule=schedule, warmup_ratio=0.2, min_lr_ratio=0.1)
-        return [round(learning_rate(p, optim), 6) for p in (0.1, 0.2, 0.6, 1.0)]
+@pytest.mark.parametrize(
+    ("optim", "rates"),
+    [
+        # warm-up over a fifth of the steps, then half a cosine to a tenth of the rate
+        ({"warmup_ratio": 0.2, "min_lr_ratio": 0.1}, [1e-3, 0.5, 1.0, 0.965746, 0.868198, 0.722208, 0.55]),
+        ({"warmup_steps": 4, "schedule": "linear"}, [1e-3, 0.25, 0.5, 0.75, 1.0, 5 / 6, 4 / 6]),
+        ({"schedule": "constant", "warmup_ratio": 0.0}, [1.0] * 7),
+    ],
+)
+def test_the_rate_rises_then_follows_its_schedule(optim, rates):
+    seen = []
 
-    assert rates("constant") == [0.5, 1.0, 1.0, 1.0]
-    assert rates("linear") == [0.5, 1.0, 0.55, 0.1]
-    assert rates("cosine") == [0.5, 1.0, 0.55, 0.1]
+    class Learner:
+        def forward_backward(self, batch, loss):
+            return {"loss": 1.0}
+
+        def optim_step(self, params):
+            seen.append(params.lr)
+            return {"grad_norm": 1.0}
+
+    config = SftConfig.model_validate({"optim": {"lr": 2.0} | optim, "trainer": {"total_steps": 10}})
+    _optimise(config, Learner(), [([1, 2], [0, 1])], lambda line: None)
+    assert len(seen) == 10 and seen[:7] == pytest.approx([2.0 * rate for rate in rates], abs=1e-5)
 
 
 @pytest.mark.parametrize("rank", [0, 8])

@@ -25,6 +25,9 @@ _HOMES = {
     "load_config": "rllm.config.load",
     "Dataset": "rllm.data.dataset",
     "load_dataset": "rllm.data.dataset",
+    "combine_rewards": "rllm.rewards.combine",
+    "register_advantage": "rllm.algorithms.advantages",
+    "register_loss": "rllm.algorithms.losses",
     "AgentTrainer": "rllm.trainer",
     "evaluate": "rllm.trainer",
     "UserError": "rllm.errors",
@@ -32,6 +35,8 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
+    from rllm.algorithms.advantages import register_advantage as register_advantage
+    from rllm.algorithms.losses import register_loss as register_loss
     from rllm.config.load import load_config as load_config
     from rllm.config.schema import Config as Config
     from rllm.data.dataset import Dataset as Dataset
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
     from rllm.flow import Workflow as Workflow
     from rllm.flow import evaluator as evaluator
     from rllm.flow import rollout as rollout
+    from rllm.rewards.combine import combine_rewards as combine_rewards
     from rllm.trainer import AgentTrainer as AgentTrainer
     from rllm.trainer import evaluate as evaluate
     from rllm.types import AgentConfig as AgentConfig

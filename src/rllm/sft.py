@@ -17,8 +17,10 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 from pydantic import Field
 
+from rllm.algorithms.schedules import rate_factor, warmup_length
 from rllm.algorithms.spec import DEFAULT_ADAPTER, Datum, LossSpec
-from rllm.config.schema import LoraSettings, ModelConfig, OptimConfig, Section
+from rllm.config.schema import LoraSettings, ModelConfig, OptimConfig
+from rllm.config.section import Section
 from rllm.data.dataset import read_jsonl
 from rllm.errors import ConfigError, DataError, RunError
 
@@ -44,7 +46,6 @@ class SftOptimConfig(OptimConfig):
     warmup_ratio: float = Field(
         default=0.05, ge=0, le=1, description="Share of the steps in which the rate rises from 0"
     )
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="Share of the peak rate that is left at the end")
 
 
 class SftTrainerConfig(Section):
@@ -174,19 +175,10 @@ def batches(chats: Sequence[Tokens], batch_tokens: int, seed: int) -> Iterator[l
         epoch += 1
 
 
-def learning_rate(progress: float, optim: SftOptimConfig) -> float:
-    """Rate at `progress` in [0, 1): linear warm-up, then constant, linear or cosine (Loshchilov and Hutter 2017) to the minimum."""
-    if progress < optim.warmup_ratio:
-        return optim.lr * max(progress / optim.warmup_ratio, 1e-3)
-    done = (progress - optim.warmup_ratio) / max(1.0 - optim.warmup_ratio, 1e-9)
-    left = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}[optim.schedule]
-    return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * left)
-
-
 def run_sft(config: SftConfig, log: Callable[[str], None] = print) -> dict[str, Any]:
     """Train as `config` says; writes the model or adapter and `result.json` to ``trainer.out`` and returns the result."""
     from rllm.backends.local.adapters import SaveContext, create_adapter, save_adapter
-    from rllm.backends.local.backend import pick_device, pick_dtype
+    from rllm.backends.local.backend import check_quantization, pick_device, pick_dtype
     from rllm.backends.local.learner import Learner
     from rllm.backends.local.loading import load_decoder, load_tokenizer, resolve_model, save_decoder
 
@@ -196,6 +188,8 @@ def run_sft(config: SftConfig, log: Callable[[str], None] = print) -> dict[str, 
     if out.exists() and not out.is_dir():
         raise ConfigError(f"trainer.out: {out} is a file; give a folder")
     started = time.monotonic()
+    device = pick_device(config.model.device)
+    check_quantization(config.model, bool(config.lora.rank), device)
     folder = resolve_model(config.model.path)
     load_tokenizer(folder)
     files = [config.data.train_files] if isinstance(config.data.train_files, str) else config.data.train_files
@@ -203,8 +197,7 @@ def run_sft(config: SftConfig, log: Callable[[str], None] = print) -> dict[str, 
     chats = [chat for chat in everything if len(chat[0]) <= config.data.max_length]
     if not chats:
         raise DataError(f"all {len(everything)} chats are longer than data.max_length={config.data.max_length} tokens")
-    device = pick_device(config.model.device)
-    model = load_decoder(folder, pick_dtype(config.model.dtype, device), device)
+    model = load_decoder(folder, pick_dtype(config.model.dtype, device), device, config.model.quantization)
     adapters = {DEFAULT_ADAPTER: create_adapter(model, config.lora, config.trainer.seed)} if config.lora.rank else {}
     # On a GPU a step is one micro-batch where memory allows it.
     learner = Learner(model, adapters, config.data.batch_tokens * 2 if device.type == "cuda" else None)
@@ -243,7 +236,14 @@ def _optimise(config: SftConfig, learner: Any, chats: Sequence[Tokens], log: Cal
         if progress >= 1.0:
             break
         metrics = learner.forward_backward(batch, LossSpec("cross_entropy"))
-        norm = learner.optim_step(replace(adam, lr=learning_rate(progress, o)))["grad_norm"]
+        factor = rate_factor(
+            progress,
+            1.0,
+            schedule=o.schedule,
+            warmup=warmup_length(total, o.warmup_steps, o.warmup_ratio) / total,
+            min_ratio=o.min_lr_ratio,
+        )
+        norm = learner.optim_step(replace(adam, lr=o.lr * factor))["grad_norm"]
         nll = metrics["loss"]
         if not math.isfinite(nll) or not math.isfinite(norm):
             raise RunError(f"step {step}: loss {nll}, gradient norm {norm}; lower optim.lr (now {o.lr})")

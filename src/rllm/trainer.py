@@ -6,29 +6,31 @@ Knows the order of things; how each is done lives one call down.
 from __future__ import annotations
 
 import math
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rllm.algorithms.datums import build_datums
-from rllm.algorithms.grouping import Accounting, group_by_role, usable_trajectories
-from rllm.algorithms.metrics import episode_metrics, reward_metrics, validation_metrics
-from rllm.backends.base import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, AdamParams, Backend, LossSpec, refuse_impossible
+from rllm.algorithms.datums import build_datums, check_role_names
+from rllm.algorithms.grouping import Accounting
+from rllm.algorithms.metrics import validation_metrics
+from rllm.backends.base import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, Backend, Losses, LossSpec, refuse_impossible
+from rllm.collect import collect
 from rllm.config.load import Resolved, load_config
 from rllm.config.schema import Config
 from rllm.data.dataset import Dataset, load_dataset
+from rllm.early_stop import EarlyStop, check_early_stop
 from rllm.errors import ConfigError, DataError, ModelError, RunError
 from rllm.lora.files import match_config_to_adapter
 from rllm.rollouts.batch import Rollouts, stable_seed
 from rllm.tracking.run_folder import RunFolder
 from rllm.tracking.trackers import make_trackers
 from rllm.types import Task
-
-MAX_SKIPPED_STEPS = 3
+from rllm.update import PolicyUpdate
 
 
 class AgentTrainer:
@@ -71,6 +73,7 @@ class AgentTrainer:
         """Run to the end (or to Ctrl-C, which saves first) and return what `result.json` holds."""
         if self.train_dataset is None and not self.config.trainer.val_only:
             raise DataError("no training tasks: give train_dataset=, or data.train_files=<file or built-in name>")
+        check_early_stop(self.config, self.val_dataset, total_steps(self.train_dataset, self.config))
         started = time.monotonic()
         folder = RunFolder.create(self.resolved)
         backend = self._given_backend or create_backend(self.config)
@@ -95,16 +98,21 @@ class _Run:
     account: Accounting = field(default_factory=Accounting)
     step: int = 0
     completed: int = 0
-    skipped_in_a_row: int = 0
     last_rewards: dict[str, float] = field(default_factory=dict)
     validations: dict[str, dict[str, float]] = field(default_factory=dict)
     interrupted: bool = False
 
-    def run(self) -> dict[str, Any]:
+    def __post_init__(self) -> None:
         config = self.trainer.config
         self.trackers = make_trackers(config, self.folder)
-        batches = task_batches(self.trainer.train_dataset, config) if self.trainer.train_dataset else iter(())
-        total = 0 if config.trainer.val_only else total_steps(self.trainer.train_dataset, config)
+        self.total = 0 if config.trainer.val_only else total_steps(self.trainer.train_dataset, config)
+        self.batches = task_batches(self.trainer.train_dataset, config) if self.trainer.train_dataset else iter(())
+        self.update = PolicyUpdate(self.backend, config, loss_spec(config), self.total)
+        self.early_stop = EarlyStop(config.trainer.early_stop)
+
+    def run(self) -> dict[str, Any]:
+        config = self.trainer.config
+        total, validated = self.total, {}
         facts = self.backend.describe() | {"notes": self.trainer.resolved.notes}
         for tracker in self.trackers:
             tracker.start(facts, total)
@@ -115,52 +123,62 @@ class _Run:
             if total:
                 self._prove_publish()
             for self.step in range(1, total + 1):
-                self._train_step(next(batches))
+                validated = self._train_step()
                 # With LoRA the starting policy stays at hand, so the first step need not wait for its validation.
                 if self.step == 1 and wants_before and config.lora.rank:
                     self._validate_before(INITIAL_ADAPTER)
+                if self.early_stop.reason:
+                    self._say(f"stopped after step {self.step}: {self.early_stop.reason}")
+                    break
             if total:
-                self._say_validating("after")
-                self.validations["after"] = self._validate()
+                self.validations["after"] = validated or self._validate_after()
         except KeyboardInterrupt:
             self.interrupted = True
             _second_interrupt_kills()
-        except RunError as error:
+        except (RunError, ConfigError) as error:
             raise self._saved_first(error) from error
         return self._finish()
 
-    def _saved_first(self, error: RunError) -> RunError:
+    def _saved_first(self, error: RunError | ConfigError) -> RunError | ConfigError:
         """`error`, after what was learned until then is on disk."""
         if not self.completed:
             return error
         try:
             path = self._save(self.folder.path / "adapter-at-stop")
         except ModelError as unsaved:
-            return RunError(f"{error}\nwhat was learned could not be saved: {unsaved}")
-        return RunError(f"{error}\nwhat was learned in {self.completed} steps is saved in {path}")
+            return type(error)(f"{error}\nwhat was learned could not be saved: {unsaved}")
+        return type(error)(f"{error}\nwhat was learned in {self.completed} steps is saved in {path}")
 
-    def _train_step(self, tasks: list[Task]) -> None:
+    def _train_step(self) -> dict[str, float]:
+        """One step, from tasks to a published policy; returns the metrics of the validation after it, if there was one."""
         config, clock = self.trainer.config, time.monotonic()
-        episodes = self.rollouts.run(tasks, n=config.rollout.n, step=self.step)
-        self.folder.write_episodes(self.step, "train", episodes)
+        found = collect(self.rollouts, self.batches, config, self.step)
+        self.folder.write_episodes(self.step, "train", found.episodes)
         rolled_out = time.monotonic()
-        account = Accounting()
-        groups = group_by_role(usable_trajectories(episodes, account))
+        account, metrics = found.account, found.metrics(config)
+        groups, kl_metrics = self.update.with_kl_in_reward(found, self.step)
+        if self.step == 1:
+            check_role_names(found.rewarded, config.algorithm.per_role)
         data = build_datums(
             groups,
             account,
             estimator=config.algorithm.adv_estimator,
             std=config.algorithm.grpo_std,
             zero_std=config.algorithm.zero_std,
+            stepwise=config.algorithm.stepwise,
+            gamma=config.algorithm.gamma,
+            per_role={role: own.adv_estimator for role, own in config.algorithm.per_role.items() if own.adv_estimator},
         )
+        metrics |= kl_metrics | self.update.run(data, found, account, self.step)
+        if metrics["train/optimizer_steps"]:
+            metrics |= self._publish()
         account.check()
         self.account.add(account)
-        metrics = reward_metrics(groups) | episode_metrics(episodes) | account.to_metrics()
-        metrics |= self._update(data)
+        metrics |= account.to_metrics() | self.rollouts.gateway.take_counts()
         self.completed = self.step
         self.last_rewards = {name: value for name, value in metrics.items() if name.endswith("/mean")}
         updated = time.monotonic()
-        tokens = sum(len(s.response_ids) for e in episodes for t in e.trajectories for s in t.steps)
+        tokens = sum(len(s.response_ids) for e in found.episodes for t in e.trajectories for s in t.steps)
         metrics |= {
             "timing_s/rollout": rolled_out - clock,
             "timing_s/update": updated - rolled_out,
@@ -170,34 +188,22 @@ class _Run:
             "perf/rollout_tokens_per_s": tokens / max(rolled_out - clock, 1e-9),
             "policy_version": float(self.backend.policy_version),
         }
+        validated: dict[str, float] = {}
         if config.trainer.test_freq and self.step % config.trainer.test_freq == 0:
-            metrics |= self._validate()
+            validated = self._validate()
+            if self.early_stop.see(self.step, validated):
+                self._save_best()
         if config.trainer.save_freq and self.step % config.trainer.save_freq == 0:
             self._save(self.folder.path / f"adapter-step-{self.step}")
-        self._report(metrics)
+        self._report(metrics | validated)
+        return validated
 
-    def _update(self, data: list[Any]) -> dict[str, float]:
-        """One optimizer step on `data`, then publish. No row, or a gradient that is not finite: the step is skipped, counted."""
-        if not data:
-            return {"train/skipped_steps": 1.0}
-        config = self.trainer.config
-        metrics = self.backend.forward_backward(data, loss_spec(config))
-        metrics |= self.backend.optim_step(adam_params(config))
-        if not math.isfinite(metrics.get("loss", 0.0)) or not math.isfinite(metrics["grad_norm"]):
-            self.skipped_in_a_row += 1
-            if self.skipped_in_a_row >= MAX_SKIPPED_STEPS:
-                raise RunError(
-                    f"{MAX_SKIPPED_STEPS} steps in a row had a loss or gradient that is not finite "
-                    f"(loss {metrics.get('loss')}, grad_norm {metrics['grad_norm']}); lower optim.lr (now {config.optim.lr})"
-                )
-            return {"train/skipped_steps": 1.0}
-        self.skipped_in_a_row = 0
+    def _publish(self) -> dict[str, float]:
         clock = time.monotonic()
         self.backend.publish()
         published = time.monotonic()
-        metrics |= self._prove_publish()
-        metrics |= {"timing_s/publish": published - clock, "timing_s/probe": time.monotonic() - published}
-        return {f"actor/{name}" if "/" not in name else name: value for name, value in metrics.items()}
+        metrics = self._prove_publish() | {"publish/bytes": float(self.backend.published_bytes)}
+        return metrics | {"timing_s/publish": published - clock, "timing_s/probe": time.monotonic() - published}
 
     def _prove_publish(self) -> dict[str, float]:
         """The sampler must now run what the trainer has: otherwise nothing that follows means anything, and the run stops."""
@@ -214,6 +220,12 @@ class _Run:
     def _validate_before(self, adapter: str) -> None:
         self._say_validating("before")
         self.validations["before"] = self._validate(adapter)
+        if self.trainer.val_dataset is not None:
+            self.early_stop.check_name(self.validations["before"])
+
+    def _validate_after(self) -> dict[str, float]:
+        self._say_validating("after")
+        return self._validate()
 
     def _validate(self, adapter: str = DEFAULT_ADAPTER) -> dict[str, float]:
         dataset = self.trainer.val_dataset
@@ -228,8 +240,11 @@ class _Run:
 
     def _say_validating(self, when: str) -> None:
         if self.trainer.val_dataset is not None:
-            for tracker in self.trackers:
-                tracker.say(f"validating on {len(self.trainer.val_dataset)} tasks {when} training")
+            self._say(f"validating on {len(self.trainer.val_dataset)} tasks {when} training")
+
+    def _say(self, text: str) -> None:
+        for tracker in self.trackers:
+            tracker.say(text)
 
     def _report(self, metrics: dict[str, float]) -> None:
         line: dict[str, float] = {"step": float(self.step), "seconds": time.monotonic() - self.started} | metrics
@@ -242,6 +257,18 @@ class _Run:
         facts |= {f"validation {when}": values for when, values in self.validations.items()}
         self.backend.export_adapter(path, facts | {"last training step": self.last_rewards})
         return path
+
+    def _save_best(self) -> None:
+        """Keep what did best in validation, in place of what did before."""
+        path = self.folder.path / self._best_name()
+        new = path.with_name(path.name + ".new")
+        self._save(new)
+        if path.exists():
+            shutil.rmtree(path)
+        new.rename(path)
+
+    def _best_name(self) -> str:
+        return "adapter-best" if self.trainer.config.lora.rank else "model-best"
 
     def _finish(self) -> dict[str, Any]:
         config = self.trainer.config
@@ -256,6 +283,9 @@ class _Run:
             "accounting": self.account.to_dict(),
             "interrupted": self.interrupted,
         }
+        if config.trainer.early_stop.metric is not None:
+            kept = self._best_name() if self.early_stop.best_step else None
+            result["early_stop"] = self.early_stop.to_dict() | {"kept": kept}
         self.folder.write_result(result)
         for tracker in self.trackers:
             tracker.finish(result)
@@ -313,14 +343,23 @@ def create_backend(config: Config) -> Backend:
     return LocalBackend.create(config)
 
 
-def loss_spec(config: Config) -> LossSpec:
-    a = config.algorithm
-    return LossSpec(name=a.loss, clip_low=a.clip_ratio_low, clip_high=a.clip_ratio_high, aggregation=a.loss_agg_mode)
-
-
-def adam_params(config: Config) -> AdamParams:
-    o = config.optim
-    return AdamParams(o.lr, o.beta1, o.beta2, o.eps, o.weight_decay, o.grad_clip)
+def loss_spec(config: Config) -> Losses:
+    """The loss of all rows; one for each role, "" for the others, where ``algorithm.per_role`` names any."""
+    a, r = config.algorithm, config.rollout
+    loss = LossSpec(
+        name=a.loss,
+        clip_low=a.clip_ratio_low,
+        clip_high=a.clip_ratio_high,
+        clip_c=a.clip_ratio_c,
+        aggregation=a.loss_agg_mode,
+        norm=a.loss_scale_factor or float(r.max_tokens or config.data.max_response_length),
+        kl_beta=a.kl_beta,
+        kl_estimator=a.kl_estimator,
+        entropy_coeff=a.entropy_coeff,
+        options=a.loss_options,
+    )
+    own = {role: replace(loss, name=settings.loss) for role, settings in a.per_role.items() if settings.loss}
+    return {"": loss} | own if own else loss
 
 
 def task_batches(dataset: Dataset, config: Config) -> Iterator[list[Task]]:

@@ -91,7 +91,7 @@ def test_a_lost_sample_raises():
 
 def test_steps_that_extend_each_other_become_one_row_with_the_right_mask():
     steps = [step([1, 2, 3], [4, 5]), step([1, 2, 3, 4, 5, 6, 7], [8])]
-    (row,) = rows_of(trajectory("solver", 1.0, *steps), advantage=2.0)
+    (row,) = rows_of(trajectory("solver", 1.0, *steps), [2.0, 2.0])
     assert row.ids == [1, 2, 3, 4, 5, 6, 7, 8]
     assert row.mask == [0, 0, 0, 1, 1, 0, 0, 1]
     assert row.advantages == [0, 0, 0, 2.0, 2.0, 0, 0, 2.0]
@@ -100,18 +100,18 @@ def test_steps_that_extend_each_other_become_one_row_with_the_right_mask():
 
 def test_a_rewritten_history_starts_a_new_row_and_loses_nothing():
     steps = [step([1, 2, 3], [4, 5]), step([1, 2, 9], [8])]
-    rows = rows_of(trajectory("solver", 1.0, *steps), advantage=1.0)
+    rows = rows_of(trajectory("solver", 1.0, *steps), [1.0, 1.0])
     assert [row.ids for row in rows] == [[1, 2, 3, 4, 5], [1, 2, 9, 8]]
     assert sum(row.n_trained for row in rows) == 3
 
 
 def test_an_empty_completion_gives_no_row():
-    assert rows_of(trajectory("solver", 1.0, step(response=())), advantage=1.0) == []
+    assert rows_of(trajectory("solver", 1.0, step(response=())), [1.0]) == []
 
 
 def test_missing_logprobs_are_an_error_that_names_the_step():
     bad = Step(id="call-7", prompt_ids=[1], response_ids=[2, 3])
     with pytest.raises(ValueError, match=r"call-7.*2 sampled tokens but 0 log-probabilities"):
-        rows_of(trajectory("solver", 1.0, bad), advantage=1.0)
+        rows_of(trajectory("solver", 1.0, bad), [1.0])
     with pytest.raises(ValueError, match="2 response ids but 1 logprobs"):
         Step(response_ids=[1, 2], logprobs=[0.5])

@@ -7,7 +7,7 @@ import pytest
 from rllm.backends import base
 from rllm.backends.base import CAPABILITIES, Capabilities, refuse_impossible
 from rllm.config.check import LOSSES
-from rllm.config.load import load_config
+from rllm.config.load import load_config, load_model
 from rllm.config.schema import Config
 from rllm.errors import ConfigError
 from rllm.trainer import AgentTrainer, create_backend
@@ -50,7 +50,7 @@ def test_every_capability_of_the_table_is_asked_for_here():
 @pytest.mark.parametrize("capability", ASKS)
 def test_asking_for_what_the_backend_cannot_do_is_refused_and_only_that(monkeypatch, capability):
     without, overrides, message = ASKS[capability]
-    resolved = load_config(overrides=overrides)
+    resolved = load_model(Config, overrides=overrides)  # without what this machine's packages and devices cannot do
     monkeypatch.setitem(base.CAPABILITIES, "local", ABLE)
     refuse_impossible(resolved.config, resolved.provenance)
     monkeypatch.setitem(base.CAPABILITIES, "local", replace(ABLE, **{capability: without}))
@@ -73,15 +73,26 @@ def test_every_backend_that_a_config_can_name_has_a_row():
     assert set(Config.model_json_schema()["properties"]["backend"].get("enum", ["local"])) == set(CAPABILITIES)
 
 
-def test_trainer_and_backend_refuse_before_a_model_loads():
-    config = load_config(overrides=["model.quantization=nf4", "model.path=./nowhere"])
+def test_trainer_and_backend_refuse_before_a_model_loads(monkeypatch):
+    monkeypatch.setitem(base.CAPABILITIES, "local", replace(ABLE, max_lora_rank=4))
+    config = load_config(overrides=["model.path=./nowhere"])
     for start in (lambda: AgentTrainer(workflow_class=object, config=config), lambda: create_backend(config.config)):
-        with pytest.raises(ConfigError, match="nf4"):
+        with pytest.raises(ConfigError, match=r"lora\.rank=8: .*up to 4"):
             start()
 
 
 def test_what_only_training_asks_for_is_not_asked_of_evaluation():
     refuse_impossible(load_config(overrides=["rollout.top_p=0.9"]).config, training=False)
+
+
+def test_a_loss_of_one_role_is_held_against_the_table_too(monkeypatch):
+    monkeypatch.setitem(base.CAPABILITIES, "local", replace(ABLE, losses=frozenset({"ppo_clip"})))
+    # Only what some backend does can be refused: other names are the user's own.
+    monkeypatch.setattr(base, "_NAMED_LOSSES", frozenset(LOSSES))
+    resolved = load_config(overrides=["algorithm.per_role={judge: {loss: gspo}}"])
+    with pytest.raises(ConfigError, match=r"^argument: algorithm\.per_role\.judge\.loss=gspo: .*it can do ppo_clip"):
+        refuse_impossible(resolved.config, resolved.provenance)
+    refuse_impossible(resolved.config, training=False)
 
 
 def test_a_loss_that_the_user_brought_is_for_no_table_to_refuse():

@@ -99,9 +99,8 @@ def test_a_key_for_one_clip_bound_wins_over_the_key_for_both_in_any_order(order)
 def test_the_kl_switch_and_the_kl_weight_together_say_one_thing():
     off = config(f"{ACTOR}.use_kl_loss=False", f"{ACTOR}.kl_loss_coef=0.5")
     assert off.algorithm.kl_beta == 0
-    for on in (["use_kl_loss=True"], ["use_kl_loss=True", "kl_loss_coef=0.5"], ["kl_loss_coef=0.5"]):
-        with pytest.raises(ConfigError, match="the KL term is not built yet"):
-            config(*(f"{ACTOR}.{text}" for text in on))
+    for on, beta in ((["use_kl_loss=True"], 0.001), (["use_kl_loss=True", "kl_loss_coef=0.5"], 0.5)):
+        assert config(*(f"{ACTOR}.{text}" for text in on)).algorithm.kl_beta == beta
     with pytest.raises(ConfigError, match="allowed are true and false"):
         config(f"{ACTOR}.use_kl_loss=perhaps")
 
@@ -111,8 +110,64 @@ def test_a_kl_switch_on_the_command_line_wins_over_a_weight_in_the_file(tmp_path
     file.write_text("algorithm: {kl_beta: 0.1}\n")
     assert load_config([file], [f"{ACTOR}.use_kl_loss=False"]).config.algorithm.kl_beta == 0
     file.write_text(f"{ACTOR}.use_kl_loss: false\n")
-    with pytest.raises(ConfigError, match=r"argument: algorithm\.kl_beta=0\.1"):
-        load_config([file], ["algorithm.kl_beta=0.1"])
+    assert load_config([file], ["algorithm.kl_beta=0.1"]).config.algorithm.kl_beta == 0.1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "weight"),
+    [
+        (["algorithm.use_kl_in_reward=True"], 0.001),
+        (["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.05"], 0.05),
+        (["algorithm.kl_ctrl.kl_coef=0.05", "algorithm.use_kl_in_reward=True"], 0.05),
+        (["algorithm.use_kl_in_reward=True", "algorithm.kl_in_reward=0.2"], 0.2),
+        (["algorithm.use_kl_in_reward=False", "algorithm.kl_ctrl.kl_coef=0.05"], 0.0),
+        (["algorithm.kl_ctrl.kl_coef=0.05"], 0.0),
+    ],
+)
+def test_the_kl_of_the_reward_is_on_where_verl_has_it_on(overrides, weight):
+    assert config(*overrides).algorithm.kl_in_reward == weight
+    assert config(*overrides).algorithm.kl_beta == 0
+
+
+def test_the_update_is_set_in_verls_and_rllms_words_too():
+    c = config(
+        f"{ACTOR}.ppo_mini_batch_size=4",
+        f"{ACTOR}.ppo_epochs=2",
+        f"{ACTOR}.optim.lr_warmup_steps=-1",
+        f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1",
+        f"{ACTOR}.optim.lr_scheduler_type=cosine",
+        f"{ACTOR}.optim.warmup_style=null",
+        f"{ACTOR}.optim.min_lr_ratio=0.2",
+        "algorithm.rollout_correction.rollout_is=sequence",
+        "algorithm.rollout_correction.rollout_is_threshold=3.0",
+        "algorithm.filter_groups.enable=True",
+        "algorithm.filter_groups.max_num_gen_batches=0",
+        "rllm.compact_filtering.enable=True",
+        "rllm.compact_filtering.mask_unknown=True",
+        "rllm.compact_filtering.mask_error=True",
+        "rllm.mask_truncated_samples=True",
+    )
+    a = c.algorithm
+    assert (a.mini_batch_size, a.ppo_epochs, a.mask_truncated) == (4, 2, True)
+    assert (a.rollout_correction.level, a.rollout_correction.cap) == ("sequence", 3.0)
+    assert (a.rejection_sampling.enable, a.rejection_sampling.max_batches) == (True, 0)
+    assert a.filter.enable and a.filter.unknown and a.filter.max_turns_exceeded and not a.filter.env_done
+    assert (c.optim.warmup_steps, c.optim.warmup_ratio) == (None, 0.1)
+    assert (c.optim.schedule, c.optim.min_lr_ratio) == ("cosine", 0.2)
+    rllm_words = config("rllm.algorithm.warmup_steps=5", "rllm.algorithm.lr_schedule=linear").optim
+    assert (rllm_words.warmup_steps, rllm_words.schedule) == (5, "linear")
+    tis = config(
+        "rllm.algorithm.rollout_correction.tis_mode=token", "rllm.algorithm.rollout_correction.tis_cap=5"
+    ).algorithm
+    assert (tis.rollout_correction.level, tis.rollout_correction.cap) == ("token", 5)
+
+
+@pytest.mark.parametrize("prefix", ["", "rllm."])
+def test_bypassing_the_trainers_logprobs_means_the_samplers(prefix):
+    def chosen(value):
+        return config(f"{prefix}algorithm.rollout_correction.bypass_mode={value}").algorithm.old_logprobs
+
+    assert [chosen(value) for value in ("true", "false", "null")] == ["sampler", "auto", "auto"]
 
 
 @pytest.mark.parametrize(
@@ -133,17 +188,47 @@ def test_other_tools_words_for_off_and_default_are_understood(override, found):
 
 
 @pytest.mark.parametrize(
+    ("override", "field", "value"),
+    [
+        (f"{ACTOR}.clip_ratio_c=10", "clip_ratio_c", 10),
+        (f"{ACTOR}.entropy_coeff=0.01", "entropy_coeff", 0.01),
+        (f"{ACTOR}.kl_loss_type=low_var_kl", "kl_estimator", "k3"),
+        (f"{ACTOR}.kl_loss_type=low_var_kl+", "kl_estimator", "k3+"),
+        (f"{ACTOR}.kl_loss_type=kl", "kl_estimator", "k1"),
+        (f"{ACTOR}.kl_loss_type=mse", "kl_estimator", "k2"),
+        (f"{ACTOR}.policy_loss.loss_mode=vanilla", "loss", "ppo_clip"),
+        (f"{ACTOR}.policy_loss.loss_mode=gspo", "loss", "gspo"),
+        (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", "loss_agg_mode", "seq-mean-token-sum-norm"),
+        (f"{ACTOR}.loss_scale_factor=1024", "loss_scale_factor", 1024),
+        ("algorithm.loss_agg_mode=sum-norm", "loss_agg_mode", "seq-mean-token-sum-norm"),
+        ("algorithm.adv_estimator=reinforce++-baseline", "adv_estimator", "reinforce_plus_plus_baseline"),
+        ("rllm.algorithm.adv_estimator=reinforce++", "adv_estimator", "reinforce_plus_plus"),
+        ("rllm.algorithm.loss_fn=ppo", "loss", "ppo_clip"),
+        ("rllm.algorithm.use_precomputed_advantage=True", "adv_estimator", "precomputed"),
+        ("rllm.algorithm.use_precomputed_advantage=False", "adv_estimator", "grpo"),
+    ],
+)
+def test_verls_words_for_the_algorithm_are_ours(override, field, value):
+    assert getattr(config(override).algorithm, field) == value
+
+
+def test_stepwise_advantages_need_their_switch_as_in_rllm():
+    on, off, mode = ("rllm.stepwise_advantage." + text for text in ("enable=True", "enable=False", "mode=per_step"))
+    assert config(on, mode).algorithm.stepwise == "per_step"
+    assert config(mode, off).algorithm.stepwise == config(off, mode).algorithm.stepwise == "broadcast"
+    assert config(on).algorithm.stepwise == "broadcast"
+    with pytest.raises(ConfigError, match="allowed are true and false"):
+        config("rllm.stepwise_advantage.enable=perhaps")
+
+
+@pytest.mark.parametrize(
     ("override", "allowed"),
     [
-        ("algorithm.use_kl_in_reward=True", "false"),
-        (f"{ACTOR}.entropy_coeff=0.01", "0"),
-        (f"{ACTOR}.ppo_epochs=2", "1"),
-        (f"{ACTOR}.optim.lr_warmup_steps=10", "-1 | 0 | null"),
+        ("rllm.rejection_sample.multiplier=2", "1"),
+        ("rllm.compact_filtering.mask_error=False", "true"),
+        ("algorithm.rollout_correction.rollout_rs=token_k1", "null"),
         (f"{ROLLOUT}.top_k=20", "-1 | 0 | null"),
         (f"{MODEL}.lora.type=dora", "lora"),
-        ("rllm.rejection_sample.enable=True", "false"),
-        ("rllm.mask_truncated_samples=True", "false"),
-        ("rllm.algorithm.lr_schedule=cosine", "constant"),
     ],
 )
 def test_what_would_change_training_there_and_is_not_built_here_is_refused(override, allowed):

@@ -4,12 +4,15 @@ import re
 
 import pytest
 
+from rllm.algorithms import advantages, losses
+from rllm.algorithms.spec import LossSpec, loss_of
 from rllm.backends.base import CAPABILITIES
-from rllm.config.check import ESTIMATORS, LOSSES
 from rllm.config.explain import nearest_key
 from rllm.config.load import check, leaves, load_config, load_model, show_config, to_yaml
+from rllm.config.names import AGGREGATIONS, ESTIMATORS, LOSSES
 from rllm.config.schema import Config
 from rllm.errors import ConfigError
+from rllm.trainer import loss_spec
 
 FIELDS = [key for key, _ in leaves(Config)]
 
@@ -135,8 +138,56 @@ def test_what_only_training_needs_is_asked_only_of_training():
 def test_every_choice_that_passes_the_check_is_one_that_every_backend_can_do():
     for capabilities in CAPABILITIES.values():
         assert set(LOSSES) <= capabilities.losses
-    for estimator in ESTIMATORS:
-        assert check(load_model(Config, overrides=[f"algorithm.adv_estimator={estimator}"]).config) == []
+    for key, names in (("adv_estimator", ESTIMATORS), ("loss", LOSSES), ("loss_agg_mode", AGGREGATIONS)):
+        for name in names:
+            check(load_model(Config, overrides=[f"algorithm.{key}={name}"]).config)
+
+
+def test_the_names_in_the_config_are_those_of_the_functions():
+    assert set(ESTIMATORS) == {*advantages.ESTIMATORS, "precomputed"}
+    assert set(LOSSES) == set(losses.LOSSES)
+    for mode in AGGREGATIONS:
+        assert losses.token_weights(LossSpec(aggregation=mode, norm=8.0), [1, 2])[0] > 0
+
+
+def test_roles_have_their_own_estimator_and_loss_in_short_and_long_form():
+    c = config("algorithm.per_role.judge=reinforce", "algorithm.per_role.solver.loss=gspo", "algorithm.kl_estimator=k2")
+    assert {r: (own.adv_estimator, own.loss) for r, own in c.algorithm.per_role.items()} == {
+        "judge": ("reinforce", None),
+        "solver": (None, "gspo"),
+    }
+    spec = loss_spec(c)
+    assert (loss_of(spec, "solver").name, loss_of(spec, "judge").name) == ("gspo", "ppo_clip")
+    assert {loss_of(spec, role).kl_estimator for role in ("solver", "judge")} == {"k2"}
+    assert config("algorithm.per_role={judge: {adv_estimator: rloo, loss: gspo}}") == config(
+        "algorithm.per_role.judge.adv_estimator=rloo", "algorithm.per_role.judge.loss=gspo"
+    )
+
+
+def test_the_constant_of_sum_norm_is_given_or_the_most_tokens_of_a_completion():
+    assert loss_of(loss_spec(config("data.max_response_length=100")), "").norm == 100
+    assert loss_of(loss_spec(config("data.max_response_length=100", "rollout.max_tokens=50")), "").norm == 50
+    assert loss_of(loss_spec(config("algorithm.loss_scale_factor=7")), "").norm == 7
+
+
+@pytest.mark.parametrize(
+    ("overrides", "note"),
+    [
+        (["algorithm.adv_estimator=dr_grpo"], "seq-mean-token-sum-norm"),
+        (["algorithm.loss=gspo"], "3e-4 and 4e-4"),
+        (["algorithm.gamma=0.9"], "gamma=0.9 has no effect with algorithm.stepwise=broadcast"),
+    ],
+)
+def test_settings_that_do_not_fit_each_other_give_a_note(overrides, note):
+    assert any(note in line for line in load_config(overrides=overrides).notes)
+
+
+def test_a_group_of_one_is_allowed_where_nothing_is_compared_inside_a_group():
+    for estimator in ("reinforce", "reinforce_plus_plus", "prpo", "precomputed"):
+        assert config("rollout.n=1", f"algorithm.adv_estimator={estimator}").rollout.n == 1
+    for estimator in ("rloo", "opo", "dr_grpo", "reinforce_plus_plus_baseline"):
+        with pytest.raises(ConfigError, match=f"rollout.n=1 with algorithm.adv_estimator={estimator}.*reinforce"):
+            config("rollout.n=1", f"algorithm.adv_estimator={estimator}")
 
 
 def test_a_large_batch_with_lora_gives_one_note_also_when_resolved_twice():

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from rllm.gateway.chat import ChatModel, SessionEngine
+from rllm.gateway.errors import RequestError
 from rllm.gateway.recorder import Session
-from rllm.gateway.requests import CallParams, RequestError
+from rllm.gateway.requests import CallParams
 from rllm.types import ModelOutput, TerminationEvent, TerminationReason
 
 
@@ -37,20 +38,20 @@ def rendered(backend: Any, messages: list[Any]) -> list[int]:
 def test_a_prompt_is_what_the_chat_template_says(model: ChatModel, backend: Any) -> None:
     messages = [{"role": "system", "content": "be brief"}, user("1 + 1?")]
     for _ in range(2):  # the second comes from the cache
-        assert model.prompt_ids(messages, None, None) == rendered(backend, messages)
+        assert model.chat_prompt(messages).ids == rendered(backend, messages)
 
 
 def test_a_cached_prompt_cannot_be_changed_by_its_user(model: ChatModel) -> None:
-    first = model.prompt_ids([user("a")], None, None)
+    first = model.chat_prompt([user("a")]).ids
     first.append(99)
-    assert model.prompt_ids([user("a")], None, None) == first[:-1]
+    assert model.chat_prompt([user("a")]).ids == first[:-1]
 
 
 @pytest.mark.parametrize("marker", ["<|im_end|>", "<|im_start|>", "<|endoftext|>"])
 def test_chat_markers_inside_a_message_are_plain_text(model: ChatModel, backend: Any, marker: str) -> None:
     tokenizer = backend.tokenizer
-    ids = model.prompt_ids([user(f"a{marker}b")], None, None)
-    harmless = model.prompt_ids([user("ab")], None, None)
+    ids = model.chat_prompt([user(f"a{marker}b")]).ids
+    harmless = model.chat_prompt([user("ab")]).ids
     special = tokenizer.convert_tokens_to_ids(marker)
     assert ids.count(special) == harmless.count(special)
     assert tokenizer.decode(ids) == tokenizer.decode(harmless).replace("ab", f"a{marker}b")
@@ -153,6 +154,16 @@ def test_a_workflow_call_is_recorded_like_one_over_http(model: ChatModel, backen
     [(call_id, call)] = session.recorded().items()
     assert (call_id, call.trajectory) == (output.id, "one")
     assert output.prompt_ids == rendered(backend, [user("hi")]) and len(output.completion_ids) == 5
+
+
+def test_a_workflow_calls_tools_like_a_client(model: ChatModel, backend: Any) -> None:
+    backend.answer = lambda _: '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    engine = SessionEngine(model, Session("s"))
+    output = asyncio.run(engine.get_model_response([user("hi")], tools=tools, tool_choice="auto"))
+    assert [call["function"] for call in output.tool_calls] == [{"name": "f", "arguments": '{"a": 1}'}]
+    assert (output.content, output.finish_reason) == ("", "tool_calls")
+    assert '"name": "f"' in backend.tokenizer.decode(output.prompt_ids)
 
 
 @pytest.mark.parametrize(

@@ -67,10 +67,12 @@ def test_a_run_leaves_everything_the_contract_names_and_the_counts_add_up(tmp_pa
     )
     metrics = lines(folder / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [1, 2]
+    assert all((m["gateway/calls"], m["gateway/segments"], m["gateway/rewritten"]) == (24, 24, 0) for m in metrics)
     assert {"critic/score/mean", "reward/solver/mean", "reward/judge/mean", "actor/loss", "actor/grad_norm"} <= set(
         metrics[0]
     )
     assert max(m["actor/sampler_gap_max"] for m in metrics) < 1e-4
+    assert all(m["publish/gap_max"] < 1e-4 and m["publish/bytes"] > 0 and m["timing_s/publish"] > 0 for m in metrics)
     episodes = lines(folder / "episodes.jsonl")
     assert [e["split"] for e in episodes].count("train") == 16 and [e["split"] for e in episodes].count("val") == 8
     for episode in episodes:

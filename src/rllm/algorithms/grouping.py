@@ -16,7 +16,8 @@ from rllm.types import Episode, Trajectory, TrajectoryGroup
 class Accounting:
     """Where every trajectory of a step went. ``generated = trained + dropped + failed + stale`` always holds.
 
-    The unit is the trajectory. A failed episode that recorded none counts as one.
+    The unit is the trajectory. A failed episode that recorded none counts as one. `untrained_steps` are steps without a signal of
+    trajectories that are trained (with ``algorithm.stepwise=per_step``).
     """
 
     generated: int = 0
@@ -24,6 +25,7 @@ class Accounting:
     dropped: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
     stale: int = 0
+    untrained_steps: int = 0
 
     def check(self) -> None:
         """Raise if a sample was lost. A programming error, never the user's."""
@@ -37,10 +39,12 @@ class Accounting:
         self.dropped.update(other.dropped)
         self.failed.update(other.failed)
         self.stale += other.stale
+        self.untrained_steps += other.untrained_steps
 
     def to_metrics(self) -> dict[str, float]:
         """``samples/...`` counts of one step."""
         metrics = {"generated": self.generated, "trained": self.trained, "stale": self.stale}
+        metrics |= {"untrained_steps": self.untrained_steps} if self.untrained_steps else {}
         metrics |= {f"dropped/{reason}": n for reason, n in self.dropped.items()}
         metrics |= {f"failed/{reason}": n for reason, n in self.failed.items()}
         return {f"samples/{name}": float(n) for name, n in metrics.items()}

@@ -1,4 +1,4 @@
-"""What is trained and how: the row of tokens and the loss, as plain data.
+"""What is trained and how: the row of tokens, the advantage estimator and the loss, as plain data.
 
 Shared by the algorithms, which build them, and the backends, which run them. Knows no torch.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 BASE = "base"
 """Adapter name that means: the base model, adapter off."""
@@ -22,13 +23,18 @@ def initial_of(adapter: str) -> str:
     return INITIAL_ADAPTER if adapter == DEFAULT_ADAPTER else f"{INITIAL_ADAPTER}:{adapter}"
 
 
+Std = Literal["sample", "population", "none"]
+KlEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
+
+
 @dataclass
 class Datum:
     """One row to train on. All per-token lists have the length of `ids`; entry t speaks of *predicting* `ids[t]` from
     `ids[:t]`. `mask[t]` is 1 where the token was sampled by the policy and is trained, else 0 (`mask[0]` must be 0).
-    `advantages`, `logprobs` (of the sampler) are 0 where the mask is 0. Where the three optional lists are empty: `old_logprobs`
-    (of the policy that the ratio of the loss is taken to) are `logprobs`, `weights` (on each token's policy loss) are 1, and there is
-    no KL term to `ref_logprobs` (of the reference policy)."""
+    `advantages`, `logprobs` (of the sampler) are 0 where the mask is 0. Three lists are optional. Where they are empty,
+    `old_logprobs` (of the policy that the ratio of the loss is taken to) are `logprobs`, and `weights` (on each token's policy
+    loss) are 1; `ref_logprobs` (of the reference policy) must be there if, and only if, the loss has a KL term. `call` is the id of
+    the row's first step."""
 
     ids: list[int]
     mask: list[int]
@@ -40,6 +46,7 @@ class Datum:
     temperature: float = 1.0
     adapter: str = DEFAULT_ADAPTER
     role: str = ""
+    call: str = ""
 
     @property
     def n_trained(self) -> int:
@@ -48,10 +55,34 @@ class Datum:
 
 @dataclass(frozen=True)
 class LossSpec:
-    """Which loss, with its settings, and how token losses are aggregated (see `rllm.algorithms.losses`)."""
+    """Which loss, with its settings, and how token losses become one number (see `rllm.algorithms.losses`).
+
+    `clip_c` 0: no dual clip. `norm`: constant that ``seq-mean-token-sum-norm`` divides by. `kl_beta` weighs the KL term to
+    `Datum.ref_logprobs`, `entropy_coeff` the entropy bonus; 0 is none. `options` are those of single losses (dro: ``beta``).
+    """
 
     name: str = "ppo_clip"
     clip_low: float = 0.2
     clip_high: float = 0.2
+    clip_c: float = 0.0
     aggregation: str = "token-mean"
+    norm: float | None = None
+    kl_beta: float = 0.0
+    kl_estimator: KlEstimator = "k3"
+    entropy_coeff: float = 0.0
     options: Mapping[str, float] = field(default_factory=dict)
+
+
+Losses = LossSpec | Mapping[str, LossSpec]
+"""One loss for all rows, or one for each role; the key "" stands for the roles that are not named."""
+
+
+def loss_of(losses: Losses, role: str) -> LossSpec:
+    """The loss of the rows of one role."""
+    if isinstance(losses, LossSpec):
+        return losses
+    if role in losses:
+        return losses[role]
+    if "" in losses:
+        return losses[""]
+    raise KeyError(f"no loss for role {role!r}; there are losses for {', '.join(losses)}")

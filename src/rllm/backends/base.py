@@ -5,12 +5,12 @@ Knows no torch. The primitives are Tinker's: sample, forward_backward, optim_ste
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rllm.algorithms.spec import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, Datum, LossSpec, initial_of
+from rllm.algorithms.spec import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, Datum, Losses, LossSpec, initial_of
 from rllm.config.schema import Config
 from rllm.errors import ConfigError
 
@@ -25,6 +25,8 @@ __all__ = [
     "Completion",
     "Datum",
     "LossSpec",
+    "Losses",
+    "OnToken",
     "Probe",
     "SamplingParams",
     "initial_of",
@@ -32,6 +34,8 @@ __all__ = [
 ]
 
 FinishReason = Literal["stop", "length"]
+OnToken = Callable[[int, float], None]
+"""Hears each token as it is sampled: (id, log-probability)."""
 
 
 @dataclass(frozen=True)
@@ -95,16 +99,32 @@ class Backend(Protocol):
     model_name: str
     tokenizer: Any
     max_model_len: int
+    published_bytes: int
+    """What the last publish moved to the sampler: adapters only, never the base; 0 where both share the weights."""
 
     @property
     def policy_version(self) -> int: ...
 
     async def sample(
-        self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str = DEFAULT_ADAPTER
-    ) -> Completion: ...
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        adapter: str = DEFAULT_ADAPTER,
+        on_token: OnToken | None = None,
+    ) -> Completion:
+        """One completion. `on_token` is called in the caller's event loop for every token, in order, before this returns.
+        Cancelling the call ends the sampling."""
+        ...
 
-    def forward_backward(self, data: Sequence[Datum], loss: LossSpec) -> dict[str, float]:
-        """Accumulate gradients of the aggregated loss over all of `data`; returns metrics (``loss``, ``entropy``, ...)."""
+    def forward_backward(self, data: Sequence[Datum], loss: Losses) -> dict[str, float]:
+        """Accumulate gradients of the aggregated loss over all of `data`. `loss` may differ by role; the denominators of the
+        aggregation are those of all rows either way, so that roles weigh as they would under one loss.
+
+        Returns means over trained tokens: ``loss``, ``tokens`` (their number), ``entropy`` (nats), ``clip_fraction``, ``ratio_mean``,
+        ``ratio_max`` and ``ess`` (effective sample size of the ratios, as a share), the KL divergences ``ppo_kl`` (k1) and
+        ``ppo_kl_k3`` of the old policy from the new, ``kl_ref`` (k3) and ``kl_ref_k1`` of the policy from the reference if there is a
+        KL term, ``sampler_kl`` (k3) of the sampler from the trainer, and ``sampler_gap_max``, the largest difference of
+        log-probabilities between these two."""
         ...
 
     def logprobs(
@@ -118,6 +138,10 @@ class Backend(Protocol):
 
     def optim_step(self, params: AdamParams) -> dict[str, float]:
         """Clip, step, zero the gradients. Returns ``grad_norm``. A non-finite norm changes nothing and returns it."""
+        ...
+
+    def discard_gradients(self) -> None:
+        """Forget what `forward_backward` accumulated, without a step."""
         ...
 
     def publish(self) -> int:
@@ -164,10 +188,10 @@ CAPABILITIES: dict[str, Capabilities] = {
         adapter_per_role=True,
         max_lora_rank=4096,
         top_p_in_training=False,
-        losses=frozenset({"ppo_clip", "cross_entropy"}),
+        losses=frozenset({"ppo_clip", "importance_sampling", "cispo", "gspo", "dro", "reinforce", "cross_entropy"}),
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({"float32", "bfloat16"}),
-        quantization=frozenset({"none"}),
+        quantization=frozenset({"none", "nf4"}),
     ),
 }
 
@@ -192,8 +216,11 @@ def refuse_impossible(config: Config, provenance: Mapping[str, str] | None = Non
         ("model.dtype", config.model.dtype, can.dtypes | {"auto"}),
         ("model.quantization", config.model.quantization, can.quantization),
     ]
-    if training and config.algorithm.loss in _NAMED_LOSSES:
-        choices.append(("algorithm.loss", config.algorithm.loss, can.losses))
+    if training:
+        roles = config.algorithm.per_role.items()
+        losses = [("algorithm.loss", config.algorithm.loss)]
+        losses += [(f"algorithm.per_role.{role}.loss", own.loss) for role, own in roles if own.loss]
+        choices += [(key, name, can.losses) for key, name in losses if name in _NAMED_LOSSES]
     for key, value, allowed in choices:
         _require(value in allowed, config, provenance, key, value, f"it can do {', '.join(sorted(allowed))}")
     _require(

@@ -218,6 +218,37 @@ def serve(
         backend.close()
 
 
+@app.command()
+def merge(
+    adapter: Annotated[Path, typer.Argument(help="Adapter folder: of a run, or one that PEFT saved")],
+    out: Annotated[Path, typer.Option(help="New folder for the merged model")],
+    base: Annotated[
+        str | None, typer.Option(help="Folder, hub id, or default; default: what the adapter names")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="keep, float32, bfloat16 or float16")] = "keep",
+    max_shard_size: Annotated[str, typer.Option(help="Largest file of weights")] = "5GB",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier merge; other files stay")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="The base's own Python files may be run and are copied")
+    ] = False,
+) -> None:
+    """Merge an adapter into its base: a full model for any tool, checked against PEFT before this says "merged"."""
+    from rllm.lora.checkpoint import parse_size
+
+    size = parse_size(max_shard_size, "--max-shard-size")
+    if dtype not in ("keep", "float32", "bfloat16", "float16"):
+        raise ConfigError(f"--dtype {dtype!r}: expected keep, float32, bfloat16 or float16")
+    import torch
+
+    from rllm.backends.local.loading import DEFAULT_MODEL, resolve_model
+    from rllm.lora.merge import MergeOptions, base_of, describe, find_adapter, merge_adapter
+
+    folder = find_adapter(adapter)
+    options = MergeOptions(None if dtype == "keep" else getattr(torch, dtype), size, overwrite, trust_remote_code)
+    result = merge_adapter(folder, resolve_model(base or base_of(folder, DEFAULT_MODEL), "base"), out, options)
+    describe(result, out, typer.echo)
+
+
 def _check_first(target: str, files: Sequence[Path], overrides: Sequence[str], training: bool = True) -> None:
     """Config mistakes are told before any user code runs, and before anything heavy is imported. What only that code can tell (its
     computed DEFAULTS, estimators and losses of its own) waits for it."""
@@ -225,7 +256,8 @@ def _check_first(target: str, files: Sequence[Path], overrides: Sequence[str], t
 
     defaults = peek_defaults(target)
     algorithm = load_model(Config, files, overrides, defaults=defaults, aliases=True).config.algorithm
-    if defaults is not None and algorithm.adv_estimator in ESTIMATORS and algorithm.loss in LOSSES:
+    known = algorithm.estimators() <= ESTIMATORS.keys() and algorithm.losses() <= LOSSES.keys()
+    if defaults is not None and known:
         resolved = load_config(files, overrides, defaults=defaults, training=training)
         refuse_impossible(resolved.config, resolved.provenance, training)
 

@@ -51,6 +51,18 @@ ALIASES: dict[str, str] = {
     f"{ACTOR}.loss_agg_mode": "algorithm.loss_agg_mode",
     f"{ACTOR}.kl_loss_coef": "algorithm.kl_beta",
     f"{ACTOR}.use_kl_loss": "algorithm.kl_beta",  # see settle_kl
+    f"{ACTOR}.ppo_mini_batch_size": "algorithm.mini_batch_size",
+    f"{ACTOR}.ppo_epochs": "algorithm.ppo_epochs",
+    f"{ACTOR}.optim.lr_warmup_steps": "optim.warmup_steps",
+    f"{ACTOR}.optim.lr_warmup_steps_ratio": "optim.warmup_ratio",
+    f"{ACTOR}.optim.lr_scheduler_type": "optim.schedule",
+    f"{ACTOR}.optim.warmup_style": "optim.schedule",
+    f"{ACTOR}.optim.min_lr_ratio": "optim.min_lr_ratio",
+    f"{ACTOR}.kl_loss_type": "algorithm.kl_estimator",
+    f"{ACTOR}.clip_ratio_c": "algorithm.clip_ratio_c",
+    f"{ACTOR}.entropy_coeff": "algorithm.entropy_coeff",
+    f"{ACTOR}.loss_scale_factor": "algorithm.loss_scale_factor",
+    f"{ACTOR}.policy_loss.loss_mode": "algorithm.loss",
     f"{ROLLOUT}.temperature": "rollout.temperature",
     f"{ROLLOUT}.top_p": "rollout.top_p",
     f"{ROLLOUT}.n": "rollout.n",
@@ -62,6 +74,12 @@ ALIASES: dict[str, str] = {
     f"{ROLLOUT}.val_kwargs.temperature": "rollout.val_temperature",
     "data.val_max_samples": "data.val_size",
     "algorithm.norm_adv_by_std_in_grpo": "algorithm.grpo_std",
+    "algorithm.use_kl_in_reward": "algorithm.kl_in_reward",  # see settle_kl
+    "algorithm.rollout_correction.rollout_is": "algorithm.rollout_correction.level",
+    "algorithm.rollout_correction.rollout_is_threshold": "algorithm.rollout_correction.cap",
+    "algorithm.rollout_correction.bypass_mode": "algorithm.old_logprobs",
+    "algorithm.filter_groups.enable": "algorithm.rejection_sampling.enable",
+    "algorithm.filter_groups.max_num_gen_batches": "algorithm.rejection_sampling.max_batches",
     "trainer.total_training_steps": "trainer.total_steps",
     "trainer.default_local_dir": "trainer.run_dir",
     "rllm.model.name": "model.path",
@@ -83,14 +101,32 @@ ALIASES: dict[str, str] = {
     "rllm.trainer.val_before_train": "trainer.val_before_train",
     "rllm.trainer.val_only": "trainer.val_only",
     "rllm.trainer.logger": "trainer.logger",
+    "rllm.trainer.project_name": "trainer.project_name",
     "rllm.trainer.experiment_name": "trainer.experiment_name",
     "rllm.algorithm.adv_estimator": "algorithm.adv_estimator",
     "rllm.algorithm.norm_adv_by_std_in_grpo": "algorithm.grpo_std",
+    "rllm.algorithm.use_precomputed_advantage": "algorithm.adv_estimator",  # see settle_advantages
+    "rllm.stepwise_advantage.enable": "algorithm.stepwise",  # see settle_advantages
+    "rllm.stepwise_advantage.mode": "algorithm.stepwise",
     "rllm.algorithm.kl_beta": "algorithm.kl_beta",
     "rllm.algorithm.loss_fn": "algorithm.loss",
     "rllm.algorithm.loss_agg_mode": "algorithm.loss_agg_mode",
     "rllm.algorithm.eps_clip_high": "algorithm.clip_ratio_high",
     "rllm.rejection_sample.filter_uniform_groups": "algorithm.zero_std",
+    "rllm.algorithm.lr_schedule": "optim.schedule",
+    "rllm.algorithm.warmup_steps": "optim.warmup_steps",
+    "rllm.algorithm.warmup_steps_ratio": "optim.warmup_ratio",
+    "rllm.algorithm.rollout_correction.tis_mode": "algorithm.rollout_correction.level",
+    "rllm.algorithm.rollout_correction.tis_cap": "algorithm.rollout_correction.cap",
+    "rllm.algorithm.rollout_correction.bypass_mode": "algorithm.old_logprobs",
+    "rllm.compact_filtering.enable": "algorithm.filter.enable",
+    "rllm.compact_filtering.mask_max_prompt_length_exceeded": "algorithm.filter.max_prompt_length_exceeded",
+    "rllm.compact_filtering.mask_max_response_length_exceeded": "algorithm.filter.max_response_length_exceeded",
+    "rllm.compact_filtering.mask_max_turns_exceeded": "algorithm.filter.max_turns_exceeded",
+    "rllm.compact_filtering.mask_env_done": "algorithm.filter.env_done",
+    "rllm.compact_filtering.mask_unknown": "algorithm.filter.unknown",
+    "rllm.mask_truncated_samples": "algorithm.mask_truncated",
+    "rllm.rejection_sample.enable": "algorithm.rejection_sampling.enable",
     "rllm.gateway.host": "gateway.host",
     "rllm.gateway.port": "gateway.port",
     "rllm.episode_logging.log_episodes": "trainer.log_episodes",
@@ -126,15 +162,37 @@ TRANSLATED: dict[str, dict[Any, Any]] = {
     "trainer.save_freq": {-1: 0},
     "trainer.total_steps": {-1: None},
     "data.val_size": {-1: None},
+    "optim.warmup_steps": {-1: None},
+    "algorithm.adv_estimator": {
+        "reinforce++": "reinforce_plus_plus",
+        "reinforce++-baseline": "reinforce_plus_plus_baseline",
+        "reinforce++_baseline": "reinforce_plus_plus_baseline",
+        "grpo_vectorized": "grpo",
+        "rloo_vectorized": "rloo",
+    },
+    "algorithm.loss": {"vanilla": "ppo_clip", "ppo": "ppo_clip"},
+    "algorithm.loss_agg_mode": {"sum-norm": "seq-mean-token-sum-norm"},
+    "algorithm.kl_estimator": {
+        "kl": "k1",
+        "kl+": "k1+",
+        "mse": "k2",
+        "mse+": "k2",
+        "k2+": "k2",
+        "low_var_kl": "k3",
+        "low_var_kl+": "k3+",
+    },
 }
 FLAGS: dict[str, dict[bool, str]] = {
     "algorithm.grpo_std": {True: "sample", False: "none"},
     "algorithm.zero_std": {True: "drop", False: "keep"},
+    "algorithm.old_logprobs": {True: "sampler", False: "auto"},
 }
 
 _NO_GPU_SHARE = "this backend keeps one copy of the model in one process"
-_ONE_UPDATE = "all rows of a step make one optimizer step here; micro-batches never change the result"
-_KL_OFF = "there is no KL term to shape"
+_ONE_UPDATE = "micro-batches never change the result here"
+_KL_IN_REWARD = (
+    "the KL in the reward is switched on by algorithm.use_kl_in_reward, or weighed by algorithm.kl_in_reward"
+)
 
 # Keys (or prefixes ending in '.') that verl and rLLM scripts carry and that change nothing here, with the reason.
 NO_EFFECT: dict[str, str] = {
@@ -164,14 +222,11 @@ NO_EFFECT: dict[str, str] = {
     f"{ROLLOUT}.agent.": "episodes are bounded by rollout.max_concurrency",
     f"{ACTOR}.strategy": _PLACEMENT,
     f"{ACTOR}.fsdp_config.": _PLACEMENT,
-    f"{ACTOR}.ppo_mini_batch_size": "a step is one update on data.train_batch_size tasks; lower that for more updates per task",
     f"{ACTOR}.ppo_micro_batch_size": _ONE_UPDATE,
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": _ONE_UPDATE,
     f"{ACTOR}.ppo_max_token_len_per_gpu": _ONE_UPDATE,
     f"{ACTOR}.use_dynamic_bsz": _ONE_UPDATE,
     f"{ACTOR}.ulysses_sequence_parallel_size": _PLACEMENT,
-    f"{ACTOR}.clip_ratio_c": "the loss is clipped on one side of the ratio only, without a dual clip",
-    f"{ACTOR}.kl_loss_type": _KL_OFF,
     f"{ACTOR}.use_torch_compile": _ENGINE,
     f"{ACTOR}.checkpoint.": "a run saves the adapter (or, without LoRA, the model)",
     "actor_rollout_ref.ref.": "the reference policy is the same model with the adapter off",
@@ -185,9 +240,9 @@ NO_EFFECT: dict[str, str] = {
     "critic.": _NO_CRITIC,
     "reward_model.": _EVALUATOR,
     "custom_reward_function.": _EVALUATOR,
-    "algorithm.kl_ctrl.": _KL_OFF,
-    "algorithm.kl_penalty": _KL_OFF,
-    "algorithm.gamma": "group-relative advantages use no discount",
+    "algorithm.kl_ctrl.": _KL_IN_REWARD,
+    "algorithm.kl_penalty": "the KL in the reward is the difference of log-probabilities (k1)",
+    "algorithm.filter_groups.metric": "groups are told apart by their rewards",
     "algorithm.lam": "group-relative advantages use no discount",
     "data.gen_batch_size": "the batch is data.train_batch_size",
     "data.val_batch_size": "validation runs all tasks; rollout.max_concurrency bounds how many at once",
@@ -202,7 +257,6 @@ NO_EFFECT: dict[str, str] = {
     "trainer.balance_batch": _PLACEMENT,
     "trainer.critic_warmup": _NO_CRITIC,
     "trainer.device": "set model.device",
-    "trainer.project_name": "a run is a folder under trainer.run_dir, named by trainer.experiment_name",
     "trainer.log_val_generations": "every episode is in episodes.jsonl",
     "trainer.max_actor_ckpt_to_keep": "adapters are small; all are kept",
     "trainer.resume_mode": "resume is not there yet; lora.adapter_path starts from a saved adapter",
@@ -210,11 +264,8 @@ NO_EFFECT: dict[str, str] = {
     "ray_init.": _PLACEMENT,
     "rllm.data.val_batch_size": "validation runs all tasks; rollout.max_concurrency bounds how many at once",
     "rllm.rollout.val.top_p": "validation samples with rollout.top_p",
-    "rllm.trainer.project_name": "a run is a folder under trainer.run_dir, named by trainer.experiment_name",
     "rllm.workflow.use_workflow": "flows and workflows run the same way",
     "rllm.workflow.raise_on_error": "rollout.max_failed_fraction decides when failures stop the run",
-    "rllm.stepwise_advantage.": "every step of a trajectory gets its advantage",
-    "rllm.compact_filtering.": "failed episodes are never trained",
     "rllm.disable_thinking": "the chat template decides",
     "rllm.agent.": "flows carry their own agents",
     "rllm.env.": "flows carry their own environments",
@@ -222,27 +273,25 @@ NO_EFFECT: dict[str, str] = {
 
 # Keys that are accepted at the values that say what is done here anyway, and refused at any other.
 ONLY: dict[str, tuple[Any, ...]] = {
-    f"{ACTOR}.entropy_coeff": (0,),
-    f"{ACTOR}.ppo_epochs": (1,),
-    f"{ACTOR}.optim.lr_warmup_steps": (-1, 0, None),
-    f"{ACTOR}.optim.lr_warmup_steps_ratio": (0, None),
-    f"{ACTOR}.optim.warmup_style": ("constant", None),
-    f"{ACTOR}.optim.lr_scheduler_type": ("constant", None),
     f"{ROLLOUT}.top_k": (-1, 0, None),
     f"{ROLLOUT}.min_p": (0, None),
     f"{ROLLOUT}.ignore_eos": (False,),
     f"{MODEL}.target_parameters": (None,),
     f"{MODEL}.lora.type": ("lora",),
-    "algorithm.use_kl_in_reward": (False,),
-    "rllm.algorithm.use_precomputed_advantage": (False,),
-    "rllm.algorithm.lr_schedule": ("constant",),
-    "rllm.algorithm.warmup_steps": (-1, 0),
-    "rllm.algorithm.warmup_steps_ratio": (0,),
+    "rllm.stepwise_advantage.normalize_by_steps": (False,),
     "rllm.algorithm.router_replay": ("disabled",),
     "rllm.async_training.enable": (False,),
-    "rllm.mask_truncated_samples": (False,),
-    "rllm.rejection_sample.enable": (False,),
     "rllm.rejection_sample.multiplier": (1,),
+    "rllm.rejection_sample.min_partial_solve_tasks": (1,),
+    "rllm.rejection_sample.min_trajs_per_group": (2,),
+    "rllm.compact_filtering.mask_error": (True,),
+    "rllm.compact_filtering.mask_timeout": (True,),
+    "algorithm.rollout_correction.rollout_rs": (None,),
+    "algorithm.rollout_correction.rollout_rs_threshold": (None,),
+    "algorithm.rollout_correction.loss_type": ("ppo_clip",),
+    "algorithm.rollout_correction.rollout_is_batch_normalize": (False,),
+    f"{ACTOR}.optim.num_cycles": (0.5, None),
+    "algorithm.kl_ctrl.type": ("fixed",),
 }
 
 # What people call our keys. Only for suggestions: none of these is accepted.
@@ -274,32 +323,65 @@ HINTS: dict[str, str] = {
     "run_name": "trainer.experiment_name",
 }
 
-USE_KL, KL_COEF = f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"
+STEPWISE, STEPWISE_MODE = "rllm.stepwise_advantage.enable", "rllm.stepwise_advantage.mode"
+PRECOMPUTED = "rllm.algorithm.use_precomputed_advantage"
 VERL_KL_COEF = 0.001
+# verl's switches of the two KL terms: (switch, weight there, weight here).
+KL_SWITCHES = (
+    (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", "algorithm.kl_beta"),
+    ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_in_reward"),
+)
 # Keys that switch a field on and off and are not its value.
-SWITCHES = frozenset({USE_KL})
+SWITCHES = frozenset({STEPWISE, PRECOMPUTED, *(switch for switch, _, _ in KL_SWITCHES)})
 VLLM_MAX_RANK = 512
 
 
 def settle_kl(entries: Sequence[Entry]) -> list[Entry]:
-    """verl switches its KL loss on with one key and weighs it with another (default 0.001); here one weight says both.
+    """verl switches each of its KL terms on with one key and weighs it with another (default 0.001); here one weight says both.
 
     Switched off, the weight is 0 whatever the coefficient says; switched on without a coefficient, it is verl's default.
     """
-    switch = next((entry for entry in reversed(entries) if entry.key == USE_KL), None)
-    if switch is None:
+    settled = list(entries)
+    for switch, coefficient, weight in KL_SWITCHES:
+        settled = _settle_switch(settled, switch, coefficient, weight)
+    return settled
+
+
+def _settle_switch(entries: Sequence[Entry], switch: str, coefficient: str, weight: str) -> list[Entry]:
+    given = next((entry for entry in reversed(entries) if entry.key == switch), None)
+    if given is None:
         return list(entries)
-    if not isinstance(switch.value, bool):
-        raise ConfigError(f"{switch.source}: {USE_KL}={switch.value!r}: allowed are true and false")
-    if switch.value:
-        weighed = any(entry.key in (KL_COEF, "algorithm.kl_beta") for entry in entries)
-        dropped, beta = {USE_KL}, None if weighed else VERL_KL_COEF
-    else:
-        dropped, beta = {USE_KL, KL_COEF}, 0.0
-    settled = [
-        replace(entry, value=beta, raw=None) if entry is switch and beta is not None else entry for entry in entries
-    ]
-    return [entry for entry in settled if entry.key not in dropped or (entry.key == USE_KL and entry.value is beta)]
+    if not isinstance(given.value, bool):
+        raise ConfigError(f"{given.source}: {switch}={given.value!r}: allowed are true and false")
+    value: float | None = 0.0
+    if given.value:
+        # Where the coefficient is no key of its own here, the switch takes it over.
+        own = next((e.value for e in reversed(entries) if e.key == coefficient), None)
+        known = any(e.key == weight or (e.key == coefficient and coefficient in ALIASES) for e in entries)
+        value = None if known else VERL_KL_COEF if own is None else own
+    dropped = {switch} if value is None else {switch, coefficient}
+    settled = [replace(e, value=value, raw=None) if e is given and value is not None else e for e in entries]
+    return [e for e in settled if e.key not in dropped or (e.key == switch and e.value is value and value is not None)]
+
+
+def settle_advantages(entries: Sequence[Entry]) -> list[Entry]:
+    """rLLM has switches where one word says it here: stepwise advantages that are not enabled are broadcast, whatever their mode, and
+    precomputed advantages are an estimator."""
+    settled = list(entries)
+    for key, on, other in ((STEPWISE, None, STEPWISE_MODE), (PRECOMPUTED, "precomputed", None)):
+        switch = next((entry for entry in reversed(settled) if entry.key == key), None)
+        if switch is None:
+            continue
+        if not isinstance(switch.value, bool):
+            raise ConfigError(f"{switch.source}: {key}={switch.value!r}: allowed are true and false")
+        word = on if switch.value else "broadcast" if key == STEPWISE else None
+        dropped = {key} if switch.value or other is None else {key, other}
+        settled = [
+            replace(entry, value=word, raw=None) if entry is switch and word else entry
+            for entry in settled
+            if entry.key not in dropped or (entry is switch and word)
+        ]
+    return settled
 
 
 def check_engine_rank(entries: Sequence[Entry], ranks: Mapping[str, int]) -> None:
@@ -325,5 +407,5 @@ def translated(field: str, key: str, value: Any) -> Any:
     if key != field and isinstance(value, bool) and field in FLAGS:
         return FLAGS[field][value]
     words: Mapping[Any, Any] = TRANSLATED.get(field, {})
-    plain = isinstance(value, int) and not isinstance(value, bool)
+    plain = isinstance(value, (int, str)) and not isinstance(value, bool)
     return words[value] if plain and value in words else value

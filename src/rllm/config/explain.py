@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from rllm.config.aliases import HINTS, Entry
 from rllm.config.fate import foreign_keys
-from rllm.config.schema import Config, LoraSettings
+from rllm.config.schema import Config
 from rllm.errors import ConfigError
 
 NEAR = 0.65
@@ -142,7 +142,7 @@ def explain(error: ValidationError, given: Mapping[str, Entry], known: Mapping[s
     if info is None:  # a rule between fields: it names them itself
         return ConfigError(f"{source}: {message}")
     if first["type"] == "extra_forbidden":
-        settings = list(LoraSettings.model_fields)
+        settings = _keys_of_sections(info.annotation)
         near = difflib.get_close_matches(inside[-1], settings, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"its keys are {', '.join(settings)}"
         return ConfigError(f"{source}: unknown key {'.'.join([field, *inside])!r}; {hint}")
@@ -154,6 +154,15 @@ def explain(error: ValidationError, given: Mapping[str, Entry], known: Mapping[s
     return ConfigError(
         f"{source}: {entry.key}={show(entry.value)}: {message}; allowed: {type_name(info.annotation)}{about}"
     )
+
+
+def _keys_of_sections(annotation: Any) -> list[str]:
+    """The keys of the sections that an open field holds."""
+    for part in (annotation, *typing.get_args(annotation)):
+        for kind in typing.get_args(part):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                return list(kind.model_fields)
+    return []
 
 
 def type_name(annotation: Any) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rllm.config.aliases import ALIASES, NO_EFFECT, ONLY, SPREAD, Entry, settle_kl
+from rllm.config.aliases import ALIASES, NO_EFFECT, ONLY, SPREAD, Entry, settle_advantages, settle_kl
 from rllm.config.foreign import MODEL, TREE_NO_EFFECT, TREE_ONLY
 
 _NO_EFFECT = NO_EFFECT | TREE_NO_EFFECT
@@ -28,7 +28,7 @@ MEGATRON_LORA: dict[str, tuple[str, Any]] = {
 
 def settle(entries: Sequence[Entry]) -> list[Entry]:
     """What two keys of another tool say together, said with one."""
-    return settle_kl(settle_lora(entries))
+    return settle_advantages(settle_kl(settle_lora(entries)))
 
 
 def settle_lora(entries: Sequence[Entry]) -> list[Entry]:

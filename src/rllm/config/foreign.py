@@ -58,7 +58,7 @@ TREE_NO_EFFECT: dict[str, str] = {
     f"{ACTOR}.calculate_entropy": "the entropy is always measured",
     f"{ACTOR}.calculate_sum_pi_squared": "only measured there, never trained on",
     f"{ACTOR}.use_prefix_grouper": "a prompt that many share is read once already",
-    f"{ACTOR}.shuffle": "rows of one update have no order",
+    f"{ACTOR}.shuffle": "mini-batches are shuffled, by the seed of the run",
     f"{ACTOR}.use_fused_kernels": ENGINE,
     f"{ACTOR}.use_remove_padding": "rows are always packed without padding",
     f"{ACTOR}.pad_to_length": "rows are always packed without padding",
@@ -66,7 +66,6 @@ TREE_NO_EFFECT: dict[str, str] = {
     f"{ACTOR}.entropy_from_logits_chunk_size": MEMORY,
     f"{ACTOR}.entropy_checkpointing": MEMORY,
     f"{ACTOR}.optim.total_training_steps": "the steps of the run: trainer.total_steps or trainer.total_epochs",
-    f"{ACTOR}.optim.zero_indexed_step": "only a learning-rate schedule reads it",
     # verl: sampling
     f"{ROLLOUT}.nnodes": PLACEMENT,
     f"{ROLLOUT}.n_gpus_per_node": PLACEMENT,
@@ -124,7 +123,7 @@ TREE_NO_EFFECT: dict[str, str] = {
     "data.function_tool_path": "flows carry their own tools",
     "data.custom_cls.name": ROWS,
     "algorithm.pf_ppo.": "only algorithm.use_pf_ppo reads it",
-    "algorithm.filter_groups.": "groups without a difference are dropped and counted: algorithm.zero_std",
+    "algorithm.filter_groups.max_inflight_gen_batches": "one batch is sampled at a time; rollout.max_concurrency bounds its episodes",
     # rLLM
     "trainer.episode_log_dir": "every episode is in episodes.jsonl of the run's folder",
     "rllm.accumulate_reasoning": "the chat template decides",
@@ -134,7 +133,6 @@ TREE_NO_EFFECT: dict[str, str] = {
     "rllm.rollout.val.max_tokens": "validation samples with rollout.max_tokens",
     "rllm.workflow.warm_queue_size": "every episode gets a fresh workflow",
     "rllm.workflow.workflow_args.": "a workflow's own arguments go to AgentTrainer(workflow_args=...)",
-    "rllm.rejection_sample.": "no batch is refilled here",
     "rllm.gateway.": GATEWAY,
     "rllm.async_training.": "steps are synchronous",
     "rllm.episode_logging.": "every episode is in episodes.jsonl of the run's folder",
@@ -143,10 +141,6 @@ TREE_NO_EFFECT: dict[str, str] = {
     "fuse_forward_backward_and_optim_step": ENGINE,
     "rollout_engine.": "the model's own chat template renders every call",
     "training.resume_mode": "resume is not there yet; lora.adapter_path starts from a saved adapter",
-    # Until their fields are built: each of these rows goes when its key gets a row in `aliases.py`.
-    f"{ACTOR}.optim.num_cycles": "only the cosine schedule reads it",
-    "algorithm.rollout_correction.": "no correction is asked for",
-    "rllm.algorithm.rollout_correction.": "no correction is asked for",
 }
 
 # Keys taken at the values that say what is done here anyway: (those values, why no other).
@@ -166,6 +160,7 @@ TREE_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     f"{ACTOR}.optim.optimizer": (("AdamW", None), "the optimizer is AdamW"),
     f"{ACTOR}.optim.optimizer_impl": (("torch.optim", None), "the optimizer is AdamW"),
     f"{ACTOR}.optim.override_optimizer_config": ((None, {}), "the optimizer is AdamW with the keys of optim"),
+    f"{ACTOR}.optim.zero_indexed_step": ((True, None), "steps of the schedule count from 0"),
     f"{ACTOR}.qat.enable": ((False,), "weights are trained as they are"),
     f"{ROLLOUT}.do_sample": ((True,), "greedy samples of one task are all the same"),
     f"{ROLLOUT}.over_sample_rate": ((0,), "every episode that was started is used or counted as failed"),
@@ -188,13 +183,5 @@ TREE_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "rllm.workflow.workflow_args.gamma": ((0,), "returns are not discounted"),
     "rllm.workflow.workflow_args.reward_bonus_coeff": ((0,), "rewards are not shaped"),
     "tinker_base_url": ((None,), "the weights are held here"),
-    "training.num_minibatches": ((1,), "a step is one update"),
-    # Until their fields are built: each of these rows goes when its key gets a row in `aliases.py`.
-    f"{ACTOR}.optim.min_lr_ratio": ((0, None), "the learning rate is constant"),
-    f"{ACTOR}.policy_loss.loss_mode": (("vanilla",), "the loss is named by algorithm.loss"),
-    f"{ACTOR}.loss_scale_factor": ((None,), "only token-mean is built"),
-    "algorithm.filter_groups.enable": ((False,), "batches are not refilled"),
-    "algorithm.rollout_correction.rollout_is": ((None,), "no correction is built"),
-    "algorithm.rollout_correction.rollout_rs": ((None,), "no correction is built"),
-    "rllm.algorithm.rollout_correction.tis_mode": ((None,), "no correction is built"),
+    "training.num_minibatches": ((1,), "say how many tasks an optimizer step takes: algorithm.mini_batch_size"),
 }

@@ -8,25 +8,14 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+from rllm.config.schema_algorithm import AlgorithmConfig
+from rllm.config.section import Fraction, Section
+
 ROLE_NAME = r"[A-Za-z0-9._-]{1,64}"
 # Names that mean something else where an adapter is named.
 RESERVED_ROLES = ("base", "initial")
-
-
-class Section(BaseModel):
-    """Strict: unknown keys are errors, numbers are finite, and true is not taken for 1."""
-
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
-            raise ValueError("true and false have no meaning here")
-        return value
 
 
 class ModelConfig(Section):
@@ -213,21 +202,26 @@ class OptimConfig(Section):
     eps: float = Field(default=1e-8, gt=0, description="AdamW epsilon")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay")
     grad_clip: float = Field(default=1.0, ge=0, description="Global gradient norm limit; 0: off")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Course of the learning rate after warm-up"
+    )
+    warmup_steps: int | None = Field(
+        default=None, ge=0, description="Steps in which the rate rises from 0; wins over warmup_ratio"
+    )
+    warmup_ratio: Fraction = Field(default=0.0, description="Share of the steps in which the rate rises from 0")
+    min_lr_ratio: Fraction = Field(default=0.0, description="Share of the peak rate that is left at the end")
 
 
-class AlgorithmConfig(Section):
-    adv_estimator: str = Field(default="grpo", description="Advantage estimator: grpo | reinforce")
-    grpo_std: Literal["sample", "population", "none"] = Field(
-        default="sample", description="GRPO divides by: sample std (ddof=1) | population std | nothing"
+class EarlyStopConfig(Section):
+    metric: str | None = Field(
+        default=None, description="Validation metric to watch, e.g. val/countdown/judge_acc; default: no early stop"
     )
-    zero_std: Literal["drop", "keep"] = Field(
-        default="drop", description="Groups whose rewards are all equal: drop (counted) or keep with advantage 0"
+    mode: Literal["max", "min"] = Field(default="max", description="Whether more or less of it is better")
+    patience: int = Field(
+        default=3, gt=0, description="Validations in a row without a new best after which the run stops"
     )
-    loss: str = Field(default="ppo_clip", description="Policy loss: ppo_clip")
-    loss_agg_mode: str = Field(default="token-mean", description="How token losses are averaged: token-mean")
-    clip_ratio_low: float = Field(default=0.2, ge=0, description="PPO clip below 1")
-    clip_ratio_high: float = Field(default=0.2, ge=0, description="PPO clip above 1")
-    kl_beta: float = Field(default=0.0, ge=0, description="Weight of the KL term to the reference policy (0: none)")
+    min_delta: float = Field(default=0.0, ge=0, description="What counts as better: by more than this")
+    target: float | None = Field(default=None, description="Stop as soon as the metric is this good")
 
 
 class TrainerConfig(Section):
@@ -239,8 +233,9 @@ class TrainerConfig(Section):
     save_freq: int = Field(default=0, ge=0, description="Save the adapter every N steps (0: only at the end)")
     val_before_train: bool = Field(default=True, description="Validate before the first step")
     val_only: bool = Field(default=False, description="Validate once and stop")
+    early_stop: EarlyStopConfig = Field(default_factory=EarlyStopConfig)
     logger: list[str] = Field(
-        default_factory=lambda: ["console"], description="console, tensorboard (metrics.jsonl is always written)"
+        default_factory=lambda: ["console"], description="console, tensorboard, wandb (metrics.jsonl is always written)"
     )
     publish_tolerance: float | None = Field(
         default=None,
@@ -248,6 +243,7 @@ class TrainerConfig(Section):
         description="Largest difference of log-probabilities between sampler and trainer that a run goes on with, measured after "
         "every publish; default: 1e-3 in float32, 0.1 in bfloat16",
     )
+    project_name: str = Field(default="rllm", description="Project of the run in W&B (logger wandb)")
     experiment_name: str | None = Field(default=None, description="Name of the run folder; default: date and time")
     run_dir: str = Field(default="runs", description="Folder that holds the run folders")
     seed: int = Field(default=0, ge=0, description="Seed of everything: adapter init, task order, sampling")

@@ -1,6 +1,6 @@
-"""The OpenAI-compatible routes: chat completions, completions, models, with and without a session in the path.
+"""The OpenAI-compatible routes: chat completions, completions, responses, models, with and without a session in the path.
 
-Knows HTTP and OpenAI's shapes; how an answer comes about is `chat.py`'s.
+Knows HTTP; how an answer comes about is `chat.py`'s, how it is told `replies.py`'s and `responses.py`'s.
 """
 
 from __future__ import annotations
@@ -8,85 +8,151 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from rllm.gateway.chat import ChatModel
+from rllm.gateway import responses
+from rllm.gateway.chat import ChatModel, Prompt
+from rllm.gateway.errors import RequestError
+from rllm.gateway.events import event, event_stream, while_connected
+from rllm.gateway.messages import plain_messages, plain_text, plain_tools, strict_json
 from rllm.gateway.recorder import Session
-from rllm.gateway.requests import (
-    ReplyForm,
-    RequestError,
-    call_params,
-    check_names,
-    plain_messages,
-    plain_prompt,
-    reply_form,
-)
-from rllm.types import ModelOutput, new_id
+from rllm.gateway.replies import Reply
+from rllm.gateway.requests import call_params, check_names, flag, plain_prompt, reply_form, template_settings
+from rllm.types import new_id
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[Request], Awaitable[Response]]
 # What nginx answers for a caller that hung up; nobody reads it.
 CLIENT_GONE = 499
+MAX_BODY_BYTES = 64 * 2**20
 
 
-def create_app(model: ChatModel, find_session: Callable[[str], Session | None], models: Mapping[str, str]) -> FastAPI:
-    """The ASGI app. `find_session` gives the open session of a uid, or None; `models` the adapter of each name that is served."""
-    app = FastAPI(title="rllm gateway", docs_url=None, redoc_url=None, openapi_url=None)
+class Routes:
+    """The handlers. `find_session` gives the open session of a uid, or None; `models` the adapter of each name that is served."""
 
-    def session_of(request: Request) -> tuple[Session | None, str | None]:
+    def __init__(
+        self, model: ChatModel, find_session: Callable[[str], Session | None], models: Mapping[str, str]
+    ) -> None:
+        self.model, self.find_session, self.models = model, find_session, models
+
+    async def chat(self, request: Request) -> Response:
+        session, trajectory = self._session_of(request)
+        body = await _body(request)
+        check_names(body, chat=True)
+        tools = plain_tools(body.get("tools"), body.get("tool_choice"), body.get("parallel_tool_calls"))
+        settings = template_settings(body.get("chat_template_kwargs"))
+        messages = plain_messages(body.get("messages"))
+
+        def prompt() -> Prompt:
+            return self.model.chat_prompt(messages, session, trajectory, tools, settings)
+
+        return await self._answer(request, body, session, trajectory, prompt, chat=True)
+
+    async def completions(self, request: Request) -> Response:
+        session, trajectory = self._session_of(request)
+        body = await _body(request)
+        check_names(body, chat=False)
+        given = plain_prompt(body.get("prompt"), len(self.model.backend.tokenizer))
+
+        def prompt() -> Prompt:
+            return self.model.text_prompt(given, session, trajectory)
+
+        return await self._answer(request, body, session, trajectory, prompt, chat=False)
+
+    async def respond(self, request: Request) -> Response:
+        session, trajectory = self._session_of(request)
+        body = await _body(request)
+        responses.check_names(body)
+        tools, settings = responses.tool_use(body), template_settings(body.get("chat_template_kwargs"))
+        messages, stream = responses.as_messages(body), flag(body, "stream")
+        params = call_params({("max_tokens" if k == "max_output_tokens" else k): v for k, v in body.items()})
+        adapter, name = self._adapter(body, session)
+        reply = responses.ResponseReply.to(body, f"resp_{new_id()}", name)
+        prompt = self.model.chat_prompt(messages, session, trajectory, tools, settings)
+        call = self.model.prepare(prompt, params, session, trajectory, reply.call_id, adapter)
+        if stream:
+            return await event_stream(request, reply.events(self.model.stream(call)), _error_event)
+        [output] = await while_connected(request, [self.model.answer(call)])
+        return _json(reply.whole(output))
+
+    async def list_models(self, request: Request) -> Response:
+        session, _ = self._session_of(request)
+        roles = sorted(session.roles) if session else []
+        names = [*self.models, *(f"{next(iter(self.models))}:{role}" for role in roles)]
+        data = [{"id": name, "object": "model", "created": 0, "owned_by": "rllm"} for name in names]
+        return _json({"object": "list", "data": data})
+
+    async def _answer(
+        self,
+        request: Request,
+        body: dict[str, Any],
+        session: Session | None,
+        trajectory: str | None,
+        make_prompt: Callable[[], Prompt],
+        *,
+        chat: bool,
+    ) -> Response:
+        params, form = call_params(body), reply_form(body, chat)
+        adapter, name = self._adapter(body, session)
+        prompt = make_prompt()
+        call, ids = _call_ids("chatcmpl" if chat else "cmpl", form.n)
+        calls = [self.model.prepare(prompt, params, session, trajectory, one, adapter) for one in ids]
+        reply = Reply(call, name, form, chat, self.model)
+        if form.stream:
+            events = reply.events([self.model.stream(one) for one in calls])
+            return await event_stream(request, events, _error_event)
+        return _json(reply.whole(await while_connected(request, [self.model.answer(one) for one in calls])))
+
+    def _session_of(self, request: Request) -> tuple[Session | None, str | None]:
         uid = request.path_params.get("session")
         if uid is None:
             return None, None
-        session = find_session(uid)
+        session = self.find_session(uid)
         if session is None:
             raise RequestError(f"no open session {uid!r}; its episode has ended", code="session_not_found", status=404)
         return session, request.path_params.get("trajectory") or request.headers.get("x-rllm-trajectory")
 
-    async def chat(request: Request) -> Response:
-        session, trajectory = session_of(request)
-        body = await _body(request)
-        messages, params, form = plain_messages(body.get("messages")), call_params(body), reply_form(body, chat=True)
-        adapter = _adapter(body, session, models)
-        call, names = _call_ids("chatcmpl", form.n)
-        outputs = await _while_connected(
-            request, [model.chat(messages, params, session, trajectory, name, adapter) for name in names]
-        )
-        return _reply(body, form, call, outputs, model, chat=True)
+    def _adapter(self, body: dict[str, Any], session: Session | None) -> tuple[str, str]:
+        """(adapter, name) of the model that is asked for. Inside a session any model name will do, as agents bring their own;
+        ``role`` and ``model:role`` mean the adapter of that role."""
+        first = next(iter(self.models))
+        given = body.get("model")
+        name = plain_text(given, "model", "model") if given is not None else ""
+        if session is None:
+            if (name or first) not in self.models:
+                raise RequestError(
+                    f"the model {name!r} does not exist; served are {', '.join(self.models)}",
+                    "model",
+                    "model_not_found",
+                    404,
+                )
+            return self.models[name or first], name or first
+        role = name.removeprefix(f"{first}:")
+        try:
+            return session.adapter_of(role if role in session.roles else None), name or first
+        except LookupError as error:
+            raise RequestError(str(error.args[0]), "model", "model_not_found", 404) from error
 
-    async def completions(request: Request) -> Response:
-        session, trajectory = session_of(request)
-        body = await _body(request)
-        prompt = plain_prompt(body.get("prompt"), len(model.backend.tokenizer))
-        ids = model.tokenize(prompt) if isinstance(prompt, str) else prompt
-        params, form = call_params(body), reply_form(body, chat=False)
-        adapter = _adapter(body, session, models)
-        call, names = _call_ids("cmpl", form.n)
-        outputs = await _while_connected(
-            request, [model.complete(list(ids), params, session, trajectory, name, adapter) for name in names]
-        )
-        return _reply(body, form, call, outputs, model, chat=False)
 
-    async def list_models(request: Request) -> Response:
-        session, _ = session_of(request)
-        roles = sorted(session.roles) if session else []
-        names = [*models, *(f"{next(iter(models))}:{role}" for role in roles)]
-        data = [{"id": name, "object": "model", "created": 0, "owned_by": "rllm"} for name in names]
-        return JSONResponse({"object": "list", "data": data})
+def create_app(model: ChatModel, find_session: Callable[[str], Session | None], models: Mapping[str, str]) -> FastAPI:
+    """The ASGI app; see `Routes`."""
+    app = FastAPI(title="rllm gateway", docs_url=None, redoc_url=None, openapi_url=None)
+    routes = Routes(model, find_session, models)
 
     async def health(_: Request) -> Response:
-        return JSONResponse({"status": "ok"})
+        return _json({"status": "ok"})
 
     for prefix in ("/v1", "/s/{session}/v1", "/s/{session}/t/{trajectory}/v1"):
-        app.add_route(f"{prefix}/chat/completions", _answering(chat), methods=["POST"])
-        app.add_route(f"{prefix}/completions", _answering(completions), methods=["POST"])
-        app.add_route(f"{prefix}/models", _answering(list_models), methods=["GET"])
+        app.add_route(f"{prefix}/chat/completions", _answering(routes.chat), methods=["POST"])
+        app.add_route(f"{prefix}/completions", _answering(routes.completions), methods=["POST"])
+        app.add_route(f"{prefix}/responses", _answering(routes.respond), methods=["POST"])
+        app.add_route(f"{prefix}/models", _answering(routes.list_models), methods=["GET"])
     app.add_route("/healthz", health, methods=["GET"])
 
     @app.exception_handler(HTTPException)
@@ -109,46 +175,53 @@ def _answering(handler: Handler) -> Callable[[Request], Coroutine[Any, Any, Resp
         except asyncio.CancelledError:  # only the end of the server cancels a call
             return _error("the gateway is stopping", 503, kind="server_error")
         except Exception as error:
-            logger.error("the model failed to answer: %s: %s", type(error).__name__, error)
+            _log(error)
             return _error(f"{type(error).__name__}: {error}", 500, kind="server_error")
 
     return answer
 
 
-async def _while_connected(request: Request, calls: list[Coroutine[Any, Any, ModelOutput]]) -> list[ModelOutput]:
-    """The results of `calls`, which are cancelled as soon as the caller hangs up: nobody waits for those tokens."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    answered = asyncio.gather(*tasks, return_exceptions=True)
-    gone = asyncio.ensure_future(request.receive())
-    try:
-        await asyncio.wait((answered, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not answered.done():
-            raise ClientDisconnect
-        outputs: list[ModelOutput] = []
-        for result in answered.result():
-            if isinstance(result, BaseException):
-                raise result
-            outputs.append(result)
-        return outputs
-    finally:
-        for task in (*tasks, gone):
-            task.cancel()
-
-
 def _error(
     message: str, status: int, param: str | None = None, code: str | None = None, kind: str = "invalid_request_error"
-) -> JSONResponse:
-    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code}}, status_code=status)
+) -> Response:
+    return _json({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
+
+
+def _error_event(error: Exception) -> str:
+    """How a stream tells that it will not come to its end."""
+    _log(error)
+    message = f"{type(error).__name__}: {error}"
+    return event({"error": {"message": message, "type": "server_error", "param": None, "code": None}}, "error")
+
+
+def _log(error: Exception) -> None:
+    logger.error("the model failed to answer: %s: %s", type(error).__name__, error)
+
+
+def _json(data: Any, status: int = 200) -> Response:
+    # ASCII: whatever a message quotes can be sent.
+    return Response(json.dumps(data), status, media_type="application/json")
 
 
 async def _body(request: Request) -> dict[str, Any]:
+    told = request.headers.get("content-length", "")
+    size = int(told) if told.isdecimal() else 0
+    parts: list[bytes] = []
+    if size <= MAX_BODY_BYTES:
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > MAX_BODY_BYTES:
+                break
+            parts.append(part)
+    if size > MAX_BODY_BYTES:
+        raise RequestError(f"the body has {size} bytes or more; at most {MAX_BODY_BYTES} are read", status=413)
     try:
-        body = json.loads(await request.body())
+        body = strict_json(b"".join(parts))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
-    check_names(body)
     return body
 
 
@@ -156,78 +229,3 @@ def _call_ids(kind: str, n: int) -> tuple[str, list[str]]:
     """(id of the response, ids its calls are recorded under): the same one where n is 1."""
     call = f"{kind}-{new_id()}"
     return call, [call] if n == 1 else [f"{call}-{i}" for i in range(n)]
-
-
-def _adapter(body: dict[str, Any], session: Session | None, models: Mapping[str, str]) -> str:
-    """The adapter of the model that is asked for. Inside a session any model name will do, as agents bring their own; ``role`` and
-    ``model:role`` mean the adapter of that role."""
-    name = body.get("model") or next(iter(models))
-    if session is None:
-        if name not in models:
-            raise RequestError(
-                f"the model {name!r} does not exist; served are {', '.join(models)}", "model", "model_not_found", 404
-            )
-        return models[name]
-    role = str(name).removeprefix(f"{next(iter(models))}:")
-    try:
-        return session.adapter_of(role if role in session.roles else None)
-    except LookupError as error:
-        raise RequestError(str(error.args[0]), "model", "model_not_found", 404) from error
-
-
-def _reply(
-    body: dict[str, Any], form: ReplyForm, call: str, outputs: list[ModelOutput], model: ChatModel, *, chat: bool
-) -> Response:
-    """One JSON answer, or the same as server-sent events."""
-    choices = []
-    for i, output in enumerate(outputs):
-        choice: dict[str, Any] = {"index": i, "finish_reason": output.finish_reason, "logprobs": None}
-        if chat:
-            choice["message"] = {"role": "assistant", "content": output.content, "refusal": None}
-        else:
-            choice["text"] = output.content
-        if form.logprobs:
-            choice["logprobs"] = _logprobs(output, model, chat)
-        if form.token_ids:
-            choice |= {"prompt_token_ids": output.prompt_ids, "token_ids": output.completion_ids}
-        choices.append(choice)
-    prompt, sampled = outputs[0].prompt_length, sum(output.completion_length for output in outputs)
-    usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
-    kind = "chat.completion" if chat else "text_completion"
-    head = {"id": call, "created": int(time.time()), "model": body.get("model") or model.backend.model_name}
-    if not form.stream:
-        return JSONResponse(head | {"object": kind, "choices": choices, "usage": usage})
-    frame = head | {"object": f"{kind}.chunk" if chat else kind}
-    return StreamingResponse(
-        _events(frame, choices, usage if form.stream_usage else None), media_type="text/event-stream"
-    )
-
-
-def _logprobs(output: ModelOutput, model: ChatModel, chat: bool) -> dict[str, Any]:
-    texts = model.token_texts(output.completion_ids)
-    if not chat:
-        return {"tokens": texts, "token_logprobs": output.logprobs, "top_logprobs": None, "text_offset": None}
-    return {
-        "content": [
-            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, logprob in zip(texts, output.logprobs, strict=True)
-        ]
-    }
-
-
-async def _events(
-    frame: dict[str, Any], choices: list[dict[str, Any]], usage: dict[str, int] | None
-) -> AsyncIterator[str]:
-    """Two events a choice: all of its text, then why it ended."""
-    for choice in choices:
-        text: dict[str, Any] = {**choice, "finish_reason": None}
-        end: dict[str, Any] = {"index": choice["index"], "finish_reason": choice["finish_reason"], "logprobs": None}
-        if "message" in text:
-            text["delta"], end["delta"] = text.pop("message"), {}
-        else:
-            end["text"] = ""
-        for part in (text, end):
-            yield f"data: {json.dumps(frame | {'choices': [part]})}\n\n"
-    if usage is not None:
-        yield f"data: {json.dumps(frame | {'choices': [], 'usage': usage})}\n\n"
-    yield "data: [DONE]\n\n"

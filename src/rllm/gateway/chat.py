@@ -1,26 +1,65 @@
 """From messages to exact prompt tokens, a sampled answer and its record. HTTP and workflows both go through here.
 
-Knows the tokenizer and the backend's `sample`; nothing of HTTP.
+Knows the backend's `sample` and the rendered chat; nothing of HTTP.
 """
 
 from __future__ import annotations
 
-import json
-import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from rllm.backends.base import DEFAULT_ADAPTER, Backend, SamplingParams
+from rllm.backends.base import DEFAULT_ADAPTER, Backend, OnToken, SamplingParams
+from rllm.gateway import hermes
+from rllm.gateway.errors import RequestError
+from rllm.gateway.messages import ToolUse, plain_messages, plain_tools
 from rllm.gateway.recorder import Call, Session
-from rllm.gateway.requests import CallParams, RequestError, plain_messages, sampling_keywords
+from rllm.gateway.render import Renderer
+from rllm.gateway.requests import CallParams, sampling_keywords
+from rllm.gateway.text_stream import TextStream
 from rllm.types import Message, ModelOutput, TerminationEvent, TerminationReason, new_id
 
-RENDER_CACHE_SIZE = 1024
+logger = logging.getLogger(__name__)
 TOO_LONG = "context_length_exceeded"
-# A Unicode noncharacter put inside a chat marker that stands in a message: the text is tokenized in pieces cut here, so no
-# message can write the token that ends a turn.
-_CUT = "\ufdd0"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A chat or a text as tokens. `forced` is what the answer is made to begin with: the end of `ids`. For the rest see `Call`."""
+
+    ids: list[int]
+    messages: list[Message] = field(default_factory=list)
+    as_sampled: list[Message] = field(default_factory=list)
+    text: str = ""
+    forced: str = ""
+    tools: ToolUse | None = None
+    extends: str | None = None
+    rewritten_by: str | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One call, checked and ready to be sampled."""
+
+    call_id: str
+    prompt: Prompt
+    stop: tuple[str, ...]
+    sampling: SamplingParams
+    adapter: str
+    session: Session | None
+    trajectory: str | None
+    order: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an answer under way: text that is new, and all the tokens and log-probabilities since the piece before."""
+
+    text: str
+    ids: list[int]
+    logprobs: list[float]
 
 
 class ChatModel:
@@ -30,9 +69,8 @@ class ChatModel:
         self.backend = backend
         self.max_prompt_length = min(max_prompt_length or backend.max_model_len, backend.max_model_len - 1)
         self.default_max_tokens = default_max_tokens
-        self._rendered: OrderedDict[str, list[int]] = OrderedDict()
-        self._lock = threading.Lock()
-        self._markers = _special_tokens(backend.tokenizer)
+        self.renderer = Renderer(backend.tokenizer)
+        self._told_of_rewriting = False
 
     async def chat(
         self,
@@ -42,117 +80,201 @@ class ChatModel:
         trajectory: str | None = None,
         call_id: str | None = None,
         adapter: str | None = None,
+        tools: ToolUse | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> ModelOutput:
-        """Answer a chat. With a session the call is recorded there, under `call_id` or a fresh one."""
-        prompt_ids = self.prompt_ids(messages, session, trajectory)
-        return await self.complete(prompt_ids, params, session, trajectory, call_id, adapter, messages)
+        """Answer a chat of plain messages. With a session the call is recorded there, under `call_id` or a fresh one. `settings` are
+        the template's own."""
+        prompt = self.chat_prompt(messages, session, trajectory, tools, settings)
+        return await self.answer(self.prepare(prompt, params, session, trajectory, call_id, adapter))
 
-    async def complete(
+    def chat_prompt(
         self,
-        prompt_ids: list[int],
-        params: CallParams,
+        messages: list[Message],
         session: Session | None = None,
         trajectory: str | None = None,
-        call_id: str | None = None,
-        adapter: str | None = None,
-        messages: list[Message] | None = None,
-    ) -> ModelOutput:
-        """Continue a prompt of token ids, and record it. `text` is all that was sampled, `content` ends before a stop text."""
-        if len(prompt_ids) > self.max_prompt_length:
-            raise RequestError(
-                f"the prompt has {len(prompt_ids)} tokens; at most {self.max_prompt_length} are allowed "
-                "(data.max_prompt_length and the model's length)",
-                "prompt" if messages is None else "messages",
-                TOO_LONG,
-            )
-        order = session.next_order() if session else 0
-        sampling = self._sampling(params, prompt_ids, session, trajectory)
-        name = adapter or (session.adapter_of(None) if session else DEFAULT_ADAPTER)
-        completion = await self.backend.sample(prompt_ids, sampling, name)
-        text = self.backend.tokenizer.decode(completion.ids, skip_special_tokens=True)
-        output = ModelOutput(
-            id=call_id or f"chatcmpl-{new_id()}",
-            text=text,
-            content=_before_stop(text, params.stop) if completion.finish_reason == "stop" else text,
-            prompt_ids=prompt_ids,
-            completion_ids=completion.ids,
-            logprobs=completion.logprobs,
-            versions=completion.versions,
-            finish_reason=completion.finish_reason,
-            temperature=sampling.temperature,
-            adapter=name,
-        )
-        if session is not None:
-            session.record(Call(output, messages or [], trajectory, order))
-        return output
-
-    def prompt_ids(self, messages: list[Message], session: Session | None, trajectory: str | None) -> list[int]:
+        tools: ToolUse | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> Prompt:
         """Tokens of a chat that ends with the assistant's turn to speak.
 
         Where the chat extends a recorded call, its exact tokens are taken and only what is new is rendered, provided the template
         leaves the earlier part as it was; else the whole chat is rendered anew.
         """
-        earlier = session.longest_extended(messages, trajectory) if session and len(messages) > 1 else None
-        extended = self._extend(earlier, messages) if earlier is not None else None
-        if extended is not None:
-            return extended
-        key = json.dumps(messages, ensure_ascii=False)
-        with self._lock:
-            ids = self._rendered.get(key)
-            if ids is not None:
-                self._rendered.move_to_end(key)
+        listed, forced = list(tools.tools) if tools else [], hermes.forced_start(tools)
+        earlier, n, known = session.earlier(messages, trajectory) if session else (None, 0, False)
+        ids, as_sampled, text = None, messages, ""
+        if earlier is not None:
+            said: Message = {"role": "assistant", "content": earlier.output.text}
+            as_sampled = [*earlier.as_sampled, said, *messages[n:]]
+            try:
+                text = self.renderer.text(as_sampled, listed, settings)
+                ids = self._extended(earlier, text, forced)
+            except RequestError:  # a template may refuse an answer as it was sampled
+                pass
+        extends = earlier.output.id if earlier is not None and ids is not None else None
+        by = "client" if known else "template" if earlier is not None and ids is None else None
         if ids is None:
-            ids = self._encode(self._render(messages, generation=True))
-            with self._lock:
-                self._rendered[key] = ids
-                if len(self._rendered) > RENDER_CACHE_SIZE:
-                    self._rendered.popitem(last=False)
-        return list(ids)
+            as_sampled, text = messages, self.renderer.text(messages, listed, settings)
+            ids = self.renderer.encode(text + forced)
+        if session and by:  # what was rewritten can come to tokens that go on from recorded ones all the same
+            continued, latest = session.continued(ids, trajectory)
+            extends, by = (continued, None) if latest else (extends or continued, by)
+        return Prompt(ids, messages, as_sampled, text, forced, tools, extends, by)
+
+    def text_prompt(
+        self, prompt: str | Sequence[int], session: Session | None = None, trajectory: str | None = None
+    ) -> Prompt:
+        """A raw text, in which special tokens are meant, or token ids."""
+        ids = self.renderer.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        return Prompt(ids, extends=session.continued(ids, trajectory)[0] if session else None)
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: CallParams,
+        session: Session | None = None,
+        trajectory: str | None = None,
+        call_id: str | None = None,
+        adapter: str | None = None,
+    ) -> Prepared:
+        """Check a call against the limits, and settle how it is sampled. Its place in the session's order is taken here."""
+        if len(prompt.ids) > self.max_prompt_length:
+            raise RequestError(
+                f"the prompt has {len(prompt.ids)} tokens; at most {self.max_prompt_length} are allowed "
+                "(data.max_prompt_length and the model's length)",
+                "messages" if prompt.messages else "prompt",
+                TOO_LONG,
+            )
+        if not prompt.ids:
+            raise RequestError("the prompt has no tokens", "messages" if prompt.messages else "prompt")
+        return Prepared(
+            call_id=call_id or f"chatcmpl-{new_id()}",
+            prompt=prompt,
+            stop=params.stop,
+            sampling=self._sampling(params, prompt, session, trajectory),
+            adapter=adapter or (session.adapter_of(None) if session else DEFAULT_ADAPTER),
+            session=session,
+            trajectory=trajectory,
+            order=session.next_order() if session else 0,
+        )
+
+    async def answer(self, call: Prepared, on_token: OnToken | None = None) -> ModelOutput:
+        """Sample a call and record it. `text` is the whole turn, `content` what the caller is told: up to a stop text, without the
+        tool calls."""
+        prompt, hear = call.prompt, {} if on_token is None else {"on_token": on_token}
+        completion = await self.backend.sample(prompt.ids, call.sampling, call.adapter, **hear)
+        sampled = self.renderer.decode(completion.ids)
+        told = _before_stop(sampled, call.stop) if completion.finish_reason == "stop" else sampled
+        content, calls = prompt.forced + told, []
+        if prompt.tools is not None and prompt.tools.parses:
+            content, calls = hermes.parse_calls(content)
+        output = ModelOutput(
+            id=call.call_id,
+            text=prompt.forced + sampled,
+            content=content,
+            prompt_ids=prompt.ids,
+            completion_ids=completion.ids,
+            logprobs=completion.logprobs,
+            versions=completion.versions,
+            finish_reason="tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason,
+            temperature=call.sampling.temperature,
+            reasoning=_thought(sampled),
+            tool_calls=calls,
+            adapter=call.adapter,
+        )
+        if call.session is not None:
+            self._record(call, call.session, output)
+        return output
+
+    async def stream(self, call: Prepared) -> AsyncIterator[Piece | ModelOutput]:
+        """`answer` as it is sampled: pieces whose texts together are the content, then the output. Closing it ends the sampling."""
+        parses = call.prompt.tools is not None and call.prompt.tools.parses
+        # What is forced begins a call, which is told at the end: nothing of it is shown before.
+        shown = (
+            None if call.prompt.forced else TextStream(self.renderer.decode, call.stop, hermes.OPEN if parses else None)
+        )
+        heard: list[tuple[int, float]] = []
+        told = 0
+        news = asyncio.Event()
+
+        def on_token(token: int, logprob: float) -> None:
+            heard.append((token, logprob))
+            news.set()
+
+        answer = asyncio.ensure_future(self.answer(call, on_token))
+        answer.add_done_callback(lambda _: news.set())
+        read = 0
+        try:
+            while not answer.done():
+                await news.wait()
+                news.clear()
+                fresh = [token for token, _ in heard[read:]]
+                read = len(heard)
+                text = shown.push(fresh) if shown is not None and fresh and not answer.done() else ""
+                if text:
+                    ids, logprobs = zip(*heard[told:], strict=True)
+                    yield Piece(text, list(ids), list(logprobs))
+                    told = read
+            output = answer.result()
+            rest = shown.finish(output.content) if shown is not None else output.content
+            yield Piece(rest, output.completion_ids[told:], output.logprobs[told:])
+            yield output
+        finally:
+            answer.cancel()
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """Each token as text of its own."""
         return [self.backend.tokenizer.decode([token]) for token in ids]
 
-    def tokenize(self, text: str) -> list[int]:
-        """A raw prompt: special tokens in it are meant."""
-        return self.backend.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def _extend(self, earlier: Call, messages: list[Message]) -> list[int] | None:
-        """Recorded tokens of `earlier` + the tokens of what follows; None where the template writes the earlier part otherwise."""
-        answered = messages[: len(earlier.messages) + 1]
-        before, after = self._render(answered, generation=False), self._render(messages, generation=True)
-        spoken = self._render(earlier.messages, generation=True) + self._guard(earlier.output.text)
-        if not before.startswith(spoken) or not after.startswith(before):
+    def _extended(self, earlier: Call, text: str, forced: str) -> list[int] | None:
+        """Recorded tokens of `earlier` + those of what follows in `text`; None where the template writes the earlier part otherwise."""
+        for spoken in dict.fromkeys((earlier.output.text, earlier.output.text.rstrip(), earlier.output.text.strip())):
+            # Templates may trim an answer; its tokens stay as they are.
+            start = earlier.prompt_text + self.renderer.guard(spoken)
+            if text.startswith(start):
+                rest = text[len(start) :]
+                break
+        else:
             return None
-        rest = after[len(spoken) :]
-        ended_by = self.backend.tokenizer.decode(earlier.output.completion_ids[-1:], skip_special_tokens=False)
-        if ended_by in self._markers:  # the end of turn was sampled; the template writes it too
+        ended_by = self.renderer.marker(earlier.output.completion_ids[-1])
+        if ended_by is not None:  # the end of turn was sampled; the template writes it too
             if not rest.startswith(ended_by):
                 return None
             rest = rest[len(ended_by) :]
-        return earlier.output.prompt_ids + earlier.output.completion_ids + self._encode(rest)
+        output = earlier.output
+        return [*output.prompt_ids, *output.completion_ids, *self.renderer.encode(rest + forced)]
 
-    def _render(self, messages: Sequence[Message], *, generation: bool) -> str:
-        """The chat as the template writes it, with markers inside the messages cut."""
-        guarded = [{**message, "content": self._guard(message["content"])} for message in messages]
-        try:
-            return self.backend.tokenizer.apply_chat_template(guarded, tokenize=False, add_generation_prompt=generation)
-        except Exception as error:  # templates raise what they like
-            raise RequestError(f"the chat template cannot render these messages: {error}", "messages") from error
-
-    def _guard(self, content: str) -> str:
-        for marker in self._markers:
-            if marker in content:
-                content = content.replace(marker, marker[0] + _CUT + marker[1:])
-        return content
-
-    def _encode(self, text: str) -> list[int]:
-        if _CUT not in text:
-            return self.tokenize(text)
-        return [token for piece in text.split(_CUT) if piece for token in self.tokenize(piece)]
+    def _record(self, call: Prepared, session: Session, output: ModelOutput) -> None:
+        prompt, rewrote = call.prompt, None
+        if prompt.rewritten_by is not None:
+            rewrote = session.rewrite(prompt.ids, call.trajectory, prompt.rewritten_by == "template")
+            if not self._told_of_rewriting:
+                self._told_of_rewriting = True
+                what = "the chat template writes" if rewrote.by == "template" else "the agent sent"
+                logger.warning(
+                    "%s earlier turns otherwise than they were sampled (first at token %d: recorded %s, now %s): such a call starts "
+                    "a new segment, trained as a row of its own; counted in gateway/rewritten",
+                    what,
+                    rewrote.at,
+                    rewrote.recorded,
+                    rewrote.found,
+                )
+        session.record(
+            Call(
+                output,
+                prompt.messages,
+                call.trajectory,
+                call.order,
+                extends=prompt.extends,
+                rewrote=rewrote,
+                as_sampled=prompt.as_sampled,
+                prompt_text=prompt.text,
+            )
+        )
 
     def _sampling(
-        self, params: CallParams, prompt_ids: list[int], session: Session | None, trajectory: str | None
+        self, params: CallParams, prompt: Prompt, session: Session | None, trajectory: str | None
     ) -> SamplingParams:
         """The call's settings, else the session's, else the defaults; checked against what training allows."""
         defaults = session.sampling if session else {}
@@ -167,15 +289,15 @@ class ChatModel:
             _check_trainable(temperature, top_p, top_k)
         seed = params.seed
         if seed is None and session is not None:
-            seed = session.next_seed(tuple(prompt_ids), trajectory)
-        fits = self.backend.max_model_len - len(prompt_ids)
+            seed = session.next_seed(tuple(prompt.ids), trajectory)
+        one_call = prompt.tools is not None and prompt.tools.parses and not prompt.tools.parallel
         return SamplingParams(
-            max_tokens=min(pick("max_tokens", self.default_max_tokens), fits),
+            max_tokens=min(pick("max_tokens", self.default_max_tokens), self.backend.max_model_len - len(prompt.ids)),
             temperature=float(temperature),
             top_p=float(top_p),
             top_k=int(top_k),
             seed=seed,
-            stop=params.stop,
+            stop=(*params.stop, hermes.CLOSE) if one_call else params.stop,
         )
 
 
@@ -186,31 +308,36 @@ class SessionEngine:
         self._model, self.session = model, session
 
     async def get_model_response(self, messages: list[Message], **sampling: Any) -> ModelOutput:
-        """One answer. Keywords: max_tokens, temperature, top_p, top_k, seed, stop, trajectory (a uid the call belongs to), role
-        (whose adapter answers, where ``lora.per_role`` gives it one).
+        """One answer. Keywords: max_tokens, temperature, top_p, top_k, seed, stop, tools, tool_choice, parallel_tool_calls,
+        trajectory (a uid the call belongs to), role (whose adapter answers, where ``lora.per_role`` gives it one).
 
         A prompt that is too long ends the episode by `TerminationEvent`, so what the workflow committed is kept.
         """
         trajectory, role = sampling.pop("trajectory", None), sampling.pop("role", None)
+        asked = [sampling.pop(name, None) for name in ("tools", "tool_choice", "parallel_tool_calls")]
         try:
-            params, adapter = sampling_keywords(sampling), self.session.adapter_of(role)
-            return await self._model.chat(plain_messages(messages), params, self.session, trajectory, adapter=adapter)
+            params, adapter, tools = sampling_keywords(sampling), self.session.adapter_of(role), plain_tools(*asked)
+            return await self._model.chat(
+                plain_messages(messages), params, self.session, trajectory, adapter=adapter, tools=tools
+            )
         except RequestError as error:
             if error.code == TOO_LONG:
                 raise TerminationEvent(TerminationReason.MAX_PROMPT_LENGTH_EXCEEDED) from error
             raise
 
 
-def _special_tokens(tokenizer: Any) -> tuple[str, ...]:
-    """Texts that the tokenizer reads as structure, longest first."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    texts = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
-    return tuple(sorted((text for text in texts if len(text) > 1), key=len, reverse=True))
-
-
 def _before_stop(text: str, stops: Sequence[str]) -> str:
     found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
     return text[: min(found)] if found else text
+
+
+def _thought(text: str) -> str:
+    """What was said while thinking; templates may open the tag themselves."""
+    thought, closed, _ = text.partition("</think>")
+    opened = thought.partition("<think>")
+    if not closed and not opened[1]:
+        return ""
+    return (opened[2] if opened[1] else thought).strip()
 
 
 def _check_trainable(temperature: float, top_p: float, top_k: int) -> None:

@@ -14,17 +14,39 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rllm.algorithms.spec import DEFAULT_ADAPTER, INITIAL_ADAPTER, initial_of
+from rllm.gateway.history import History, Rewrite
 from rllm.types import Message, ModelOutput
 
 
 @dataclass
 class Call:
-    """One recorded call. `order` counts the calls of a session as they began; `trajectory` is the uid it was tagged with."""
+    """One recorded call. `order` counts the calls of a session as they began; `trajectory` is the uid it was tagged with.
+
+    `extends` is the id of the call whose tokens its prompt goes on from; None: it starts a segment, a run of tokens of its own.
+    `rewrote` says where a chat that continues an earlier one left its tokens.
+    """
 
     output: ModelOutput
     messages: list[Message]
     trajectory: str | None
     order: int
+    extends: str | None = None
+    rewrote: Rewrite | None = None
+    as_sampled: list[Message] = field(default_factory=list, repr=False)
+    """`messages` with each answer as it was sampled."""
+    prompt_text: str = field(default="", repr=False)
+    """What the template wrote for `as_sampled`."""
+
+    @property
+    def answer(self) -> Message:
+        """The answer as a message, as the caller was given it."""
+        return answer_of(self.output)
+
+
+def answer_of(output: ModelOutput) -> Message:
+    """What a model said, as a message of a chat."""
+    calls = {"tool_calls": output.tool_calls} if output.tool_calls else {}
+    return {"role": "assistant", "content": output.content} | calls
 
 
 @dataclass
@@ -42,6 +64,7 @@ class Session:
     adapter: str = DEFAULT_ADAPTER
     roles: frozenset[str] = frozenset()
     _calls: dict[str, Call] = field(default_factory=dict)
+    _history: History = field(default_factory=History)
     _asked: Counter[bytes] = field(default_factory=Counter)
     _orders: Iterator[int] = field(default_factory=itertools.count)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -64,8 +87,13 @@ class Session:
         return next(self._orders)
 
     def record(self, call: Call) -> None:
+        """Keep `call`; later chats may go on from it."""
+        output = call.output
         with self._lock:
-            self._calls[call.output.id] = call
+            self._calls[output.id] = call
+            if call.messages:
+                self._history.add(output.id, call.trajectory, call.messages, call.answer)
+            self._history.add_tokens(output.id, call.trajectory, [*output.prompt_ids, *output.completion_ids])
 
     def recorded(self) -> dict[str, Call]:
         """The calls that ended so far, by id, in the order in which they began."""
@@ -82,14 +110,32 @@ class Session:
         digest = hashlib.blake2b(key + count.to_bytes(8, "big"), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
 
-    def longest_extended(self, messages: list[Message], trajectory: str | None) -> Call | None:
-        """The latest call of this trajectory whose messages and answer are the beginning of `messages`."""
-        best: Call | None = None
-        for call in self.recorded().values():
-            n = len(call.messages)
-            if call.trajectory != trajectory or not 0 < n < len(messages) or (best and n < len(best.messages)):
-                continue
-            answer = {"role": "assistant", "content": call.output.content}
-            if messages[n] == answer and messages[:n] == call.messages:
-                best = call
-        return best
+    def earlier(self, messages: list[Message], trajectory: str | None) -> tuple[Call | None, int, bool]:
+        """(the call of this trajectory that `messages` go on from, how many messages it and its answer are, whether what follows
+        holds anything of an earlier call)."""
+        with self._lock:
+            call_id, n, known = self._history.find(trajectory, messages)
+            return self._calls.get(call_id) if call_id else None, n, known
+
+    def continued(self, prompt_ids: list[int], trajectory: str | None) -> tuple[str | None, bool]:
+        """(the call with whose tokens a prompt of token ids begins, whether it is the latest of this trajectory)."""
+        with self._lock:
+            return self._history.continued(trajectory, prompt_ids)
+
+    def rewrite(self, prompt_ids: list[int], trajectory: str | None, by_template: bool) -> Rewrite:
+        """Where a prompt leaves the tokens that were recorded."""
+        with self._lock:
+            at, recorded, found = self._history.first_difference(trajectory, prompt_ids)
+        return Rewrite(at, recorded, found, "template" if by_template else "client")
+
+    def counts(self) -> Counter[str]:
+        """``calls``; ``segments``: calls that go on from no other, or from one that another went on from before; ``rewritten``: calls
+        whose chat holds something of an earlier one and does not have its tokens."""
+        calls = self.recorded().values()
+        continued: set[str] = set()
+        segments = 0
+        for call in calls:
+            segments += call.extends is None or call.extends in continued
+            if call.extends is not None:
+                continued.add(call.extends)
+        return Counter(calls=len(calls), segments=segments, rewritten=sum(call.rewrote is not None for call in calls))

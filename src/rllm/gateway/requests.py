@@ -5,20 +5,22 @@ Knows OpenAI's request words; nothing of routes, models or tokens.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rllm.types import Message
+from rllm.gateway.errors import RequestError
+from rllm.gateway.messages import plain_text
 
 MAX_N = 128
 MAX_STOPS = 16
+# Below this a division by the temperature overflows; 0 is greedy.
+MIN_TEMPERATURE = 1e-5
 # What a request may name although nothing here depends on it.
-_IGNORED = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
+_IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 # Settings that would change the answer and cannot be honoured: name -> the values that mean "off".
 _OFF: dict[str, tuple[Any, ...]] = {
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "response_format": (None, {"type": "text"}),
@@ -33,17 +35,25 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "audio": (None,),
     "modalities": (None, ["text"]),
+    "reasoning_effort": (None,),
+    "prediction": (None,),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
 }
 _SAMPLING = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop")
-_USED = {*_SAMPLING, "model", "messages", "prompt", "n", "stream", "stream_options", "logprobs", "return_token_ids"}
-
-
-class RequestError(Exception):
-    """A request that cannot be served, in OpenAI's terms."""
-
-    def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400):
-        super().__init__(message)
-        self.param, self.code, self.status = param, code, status
+_BOTH = {*_SAMPLING, "model", "n", "stream", "stream_options", "logprobs", "return_token_ids"}
+_CHAT = {*_BOTH, "messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"}
+_COMPLETIONS = {*_BOTH, "prompt"}
+# Why a setting is refused, where the reason is not that nothing here does it.
+_WHY = {
+    "response_format": "decoding held to a format would sample from another distribution than the log-probabilities tell; ask for "
+    "the format in the prompt and check the answer",
+}
+# What `apply_chat_template` is told here and by nobody else.
+_TEMPLATE_RESERVED = {
+    "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,40 +79,39 @@ class ReplyForm:
     token_ids: bool
 
 
-def check_names(body: Mapping[str, Any]) -> None:
+def check_names(body: Mapping[str, Any], chat: bool) -> None:
     """Refuse what is unknown, and what would have to be ignored although it changes the answer."""
+    known = _CHAT if chat else _COMPLETIONS
     for name, value in body.items():
         if name in _OFF:
             if value not in _OFF[name]:
-                raise RequestError(f"{name} is not supported here; leave it out", name, "unsupported_parameter")
-        elif name not in _USED and name not in _IGNORED:
-            raise RequestError(f"unknown parameter {name!r}", name, "unknown_parameter")
+                why = _WHY.get(name, "leave it out")
+                raise RequestError(f"{name} is not supported here: {why}", name, "unsupported_parameter")
+        elif name not in known and name not in _IGNORED:
+            raise RequestError(f"unknown parameter {name!r}", name[:200], "unknown_parameter")
 
 
-def plain_messages(messages: Any) -> list[Message]:
-    """`messages` as roles with texts: lists of text parts joined, fields without effect dropped."""
-    if not isinstance(messages, list) or not messages:
-        raise RequestError("messages must be a list of at least one message", "messages")
-    plain: list[Message] = []
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RequestError(f"messages[{i}] must be an object with a role", "messages")
-        if message.get("tool_calls") or message.get("function_call") or message.get("tool_call_id"):
-            raise RequestError(f"messages[{i}]: tool calls are not supported here", "messages", "unsupported_parameter")
-        content = message.get("content")
-        if isinstance(content, list):
-            texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
-            if len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
-                raise RequestError(f"messages[{i}].content: only text parts are supported", "messages")
-            content = "".join(map(str, texts))
-        plain.append({"role": message["role"], "content": _text(content, f"messages[{i}].content", "messages")})
-    return plain
+def template_settings(given: Any) -> dict[str, Any]:
+    """Settings for the chat template itself, such as Qwen3's ``enable_thinking``."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise RequestError("chat_template_kwargs must be an object", "chat_template_kwargs")
+    for name, value in given.items():
+        if not name.isidentifier() or name in _TEMPLATE_RESERVED or not isinstance(value, (bool, int, float, str)):
+            raise RequestError(
+                f"chat_template_kwargs.{name}: allowed are flags, numbers and texts under names of the template's own",
+                "chat_template_kwargs",
+            )
+        if isinstance(value, str):
+            plain_text(value, f"chat_template_kwargs.{name}", "chat_template_kwargs")
+    return dict(given)
 
 
 def plain_prompt(prompt: Any, vocab_size: int) -> str | list[int]:
     """A text or token ids, as the completions route takes them."""
     if isinstance(prompt, str) and prompt:
-        return _text(prompt, "prompt", "prompt")
+        return plain_text(prompt, "prompt", "prompt")
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             raise RequestError(f"prompt: token ids go from 0 to {vocab_size - 1}", "prompt")
@@ -116,10 +125,15 @@ def call_params(given: Mapping[str, Any]) -> CallParams:
     stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, (list, tuple)) else (None,)
     if not all(isinstance(text, str) and text for text in stops) or len(stops) > MAX_STOPS:
         raise RequestError(f"stop must be a text or a list of at most {MAX_STOPS} texts, none empty", "stop")
+    for text in stops:
+        plain_text(text, "stop", "stop")
     longest = _number(given, "max_completion_tokens", int, 1, 2**31)
+    temperature = _number(given, "temperature", float, 0, 100)
+    if temperature is not None and 0 < temperature < MIN_TEMPERATURE:
+        raise RequestError(f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}", "temperature")
     return CallParams(
         max_tokens=longest if longest is not None else _number(given, "max_tokens", int, 1, 2**31),
-        temperature=_number(given, "temperature", float, 0, 100),
+        temperature=temperature,
         top_p=_number(given, "top_p", float, 1e-6, 1),
         top_k=_number(given, "top_k", int, 0, 2**31),
         seed=_number(given, "seed", int, -(2**63), 2**63 - 1),
@@ -146,28 +160,19 @@ def reply_form(body: Mapping[str, Any], chat: bool) -> ReplyForm:
         raise RequestError("stream_options must be an object", "stream_options")
     return ReplyForm(
         n=_number(body, "n", int, 1, MAX_N) or 1,
-        stream=_flag(body, "stream"),
+        stream=flag(body, "stream"),
         stream_usage=bool((options or {}).get("include_usage")),
         logprobs=logprobs is True or (logprobs is not None and logprobs is not False),
-        token_ids=_flag(body, "return_token_ids"),
+        token_ids=flag(body, "return_token_ids"),
     )
 
 
-def _flag(body: Mapping[str, Any], name: str) -> bool:
+def flag(body: Mapping[str, Any], name: str) -> bool:
+    """A setting that is true or false; false where it is not given."""
     value = body.get(name)
     if not (value is None or isinstance(value, bool)):
-        raise RequestError(f"{name} must be true or false, found {value!r}", name)
+        raise RequestError(f"{name} must be true or false, found {reprlib.repr(value)}", name)
     return bool(value)
-
-
-def _text(value: Any, where: str, param: str) -> str:
-    if not isinstance(value, str):
-        raise RequestError(f"{where} must be text", param)
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"{where} is no valid Unicode: {error.reason} at character {error.start}", param) from error
-    return value
 
 
 def _number(given: Mapping[str, Any], name: str, kind: type, low: float, high: float) -> Any:
@@ -177,5 +182,5 @@ def _number(given: Mapping[str, Any], name: str, kind: type, low: float, high: f
     allowed = (int, float) if kind is float else (int,)
     if isinstance(value, bool) or not isinstance(value, allowed) or not low <= value <= high:
         what = "number" if kind is float else "whole number"
-        raise RequestError(f"{name} must be a {what} from {low:g} to {high:g}, found {value!r}", name)
+        raise RequestError(f"{name} must be a {what} from {low:g} to {high:g}, found {reprlib.repr(value)}", name)
     return kind(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -41,6 +42,8 @@ class Gateway:
         self.models = dict(models or {backend.model_name: DEFAULT_ADAPTER})
         self.roles = tuple(roles)
         self._sessions: dict[str, Session] = {}
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
         self._server: Any = None
         self._thread: threading.Thread | None = None
 
@@ -102,8 +105,16 @@ class Gateway:
         return session
 
     def close_session(self, session: Session) -> None:
-        """Its URLs answer 404 from now on; the record stays with the caller."""
-        self._sessions.pop(session.uid, None)
+        """Its URLs answer 404 from now on; the record stays with the caller. A training session is counted in `take_counts`."""
+        if self._sessions.pop(session.uid, None) is not None and not session.is_validation:
+            with self._lock:
+                self._counts.update(session.counts())
+
+    def take_counts(self) -> dict[str, float]:
+        """``gateway/calls|segments|rewritten`` of the training sessions closed since this was last asked: see `Session.counts`."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        return {f"gateway/{name}": float(counts[name]) for name in ("calls", "segments", "rewritten")}
 
     def agent_config(self, session: Session, metadata: Mapping[str, Any] | None = None) -> AgentConfig:
         """What a flow is told about its session."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
@@ -21,9 +22,10 @@ from rllm.algorithms.spec import DEFAULT_ADAPTER
 from rllm.config.schema import Config, LoraConfig, LoraSettings
 from rllm.errors import ModelError
 from rllm.lora.adapter import LoraAdapter
-from rllm.lora.match import by_pattern, match_modules
+from rllm.lora.match import ALL_LINEAR, by_pattern, match_modules
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CARD, CARD_FINGERPRINT = "README.md", "base fingerprint"
 _PREFIX = "base_model.model."
 # Features of PEFT's LoRA that change the maths and are not built here: name -> the value that means "off".
 _REFUSED: dict[str, Any] = {
@@ -99,9 +101,11 @@ def write_adapter(
 
 
 def _targets(adapter: LoraAdapter, settings: LoraSettings, names: Sequence[str]) -> dict[str, Any]:
-    """The targets as the user gave them where PEFT reads them as we did; else the adapted modules by name."""
+    """The targets as the user gave them where PEFT reads them as we did; else the adapted modules by name. An expression is one that PEFT
+    may read otherwise: it tries every module, and one such as ``.*layers\\.1\\..*`` names norms and whole blocks too, which is an error there."""
     target, exclude = settings.target_modules, settings.exclude_modules
-    if match_modules(names, target, exclude) != adapter.modules_adapted:
+    expression = isinstance(target, str) and target != ALL_LINEAR
+    if expression or match_modules(names, target, exclude) != adapter.modules_adapted:
         target, exclude = list(adapter.modules_adapted), None
     return {"target_modules": target, "exclude_modules": exclude}
 
@@ -148,8 +152,28 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[Tensor, 
             raise ModelError(f"lora.adapter_path: {folder / WEIGHTS}: {name} holds values that are not finite")
         matrices[name] = (a, b, _scale(config, name, a.shape[0]))
     if tensors:
-        raise ModelError(f"lora.adapter_path: {folder / WEIGHTS} holds the unexpected tensor {next(iter(tensors))!r}")
+        raise ModelError(
+            f"lora.adapter_path: {folder / WEIGHTS} holds the unexpected tensor {next(iter(tensors))!r}"
+            + (
+                "; save it again with PEFT's save_pretrained(..., save_embedding_layers=False)"
+                if ".base_layer." in next(iter(tensors))
+                else ""
+            )
+        )
     return config, matrices
+
+
+def recorded_base(folder: Path) -> tuple[str, str | None]:
+    """(name or path, fingerprint) of the base that an adapter says it was trained on: the name as in its config, "" if none; the
+    `checkpoint.fingerprint` as in its model card, None if there is none. (A second entry in the metadata of the weights' file would be
+    the better place, but their order is left to chance there, and equal adapters must be equal files.)"""
+    try:
+        name = json.loads((folder / CONFIG).read_text()).get("base_model_name_or_path")
+        card = (folder / CARD).read_text() if (folder / CARD).is_file() else ""
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"{folder} cannot be read as an adapter: {error}") from error
+    found = re.search(rf"^- {CARD_FINGERPRINT}: ([0-9a-f]{{16}})\s*$", card, re.MULTILINE)
+    return name or "", found[1] if found else None
 
 
 def check_written(adapter: LoraAdapter, folder: Path) -> None:

@@ -62,12 +62,14 @@ class Rollouts:
         *,
         n: int,
         step: int = 0,
+        attempt: int = 0,
         validation: bool = False,
         adapter: str = DEFAULT_ADAPTER,
     ) -> list[Episode]:
-        """`n` episodes of every task, in task order. Too many failures stop the run with the first traceback."""
+        """`n` episodes of every task, in task order, sampled anew for each `attempt` of a step. Too many failures stop the run with
+        the first traceback."""
         seed = self.config.trainer.seed
-        label = "val" if validation else str(step)
+        label = "val" if validation else f"{step}/{attempt}" if attempt else str(step)
         requests = [
             EpisodeRequest(task, f"{task.id}:{k}", stable_seed(seed, label, task.id, k), validation, adapter)
             for task in tasks

@@ -112,4 +112,4 @@ def _fill(step: Step, call: Call) -> None:
     if not step.response_ids:
         step.fill(call.output)
     if not step.chat_completions:
-        step.chat_completions = [*call.messages, {"role": "assistant", "content": call.output.content}]
+        step.chat_completions = [*call.messages, call.answer]

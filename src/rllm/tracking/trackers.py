@@ -1,4 +1,4 @@
-"""Where a run's numbers go besides its folder: the terminal and TensorBoard.
+"""Where a run's numbers go besides its folder: the terminal, TensorBoard and W&B.
 
 A tracker has `start(facts, total_steps)`, `step(metrics)` and `finish(result)`. Knows nothing of how numbers come about.
 """
@@ -40,6 +40,7 @@ def make_trackers(config: Config, folder: RunFolder) -> list[Tracker]:
     makers = {
         "console": lambda: ConsoleTracker(folder, config),
         "tensorboard": lambda: TensorBoardTracker(folder.path / "tensorboard"),
+        "wandb": lambda: WandbTracker(folder.path, config),
     }
     return [makers[name]() for name in config.trainer.logger]
 
@@ -92,7 +93,9 @@ class ConsoleTracker:
         failed = sum(value for name, value in metrics.items() if name.startswith("samples/failed/"))
         if failed:
             line += f"  [red]{failed:.0f} failed[/red]"
-        if metrics.get("train/skipped_steps"):
+        if metrics.get("train/nonfinite_steps"):
+            line += "  [yellow]loss or gradient not finite: no step[/yellow]"
+        elif metrics.get("train/skipped_steps"):
             line += "  [yellow]skipped: nothing to learn from[/yellow]"
         self.console.print(line, soft_wrap=True)
 
@@ -128,6 +131,11 @@ class ConsoleTracker:
         self.console.print(
             f"  saved    [bold]{escape(str(path))}[/bold] ({result['seconds']:.0f} s in all)", soft_wrap=True
         )
+        stop = result.get("early_stop")
+        if stop and stop["kept"]:
+            best = f"{stop['metric']} {stop['best']:.3f} after step {stop['best_step']}"
+            kept = escape(str(self.folder.path / stop["kept"]))
+            self.console.print(f"  best     [bold]{kept}[/bold] ({escape(best)})", soft_wrap=True)
         base = self.config.model.path
         if result.get("adapter"):
             start, served = f"lora.adapter_path={path}", f"--model {base} --adapter {path}"
@@ -188,3 +196,40 @@ class TensorBoardTracker:
 
     def finish(self, result: Mapping[str, Any]) -> None:
         self.writer.close()
+
+
+class WandbTracker:
+    """A W&B run named like the run folder, with the whole config. ``WANDB_MODE=offline`` keeps it in the folder, for ``wandb sync``."""
+
+    def __init__(self, folder: Path, config: Config):
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise UserError("trainer.logger: wandb is not installed; pip install 'rllm[wandb]'") from error
+        try:
+            self.run = wandb.init(
+                project=config.trainer.project_name,
+                name=folder.name,
+                dir=str(folder),
+                config=config.model_dump(mode="json"),
+                reinit="create_new",  # a second run in one process is a run of its own
+            )
+        except wandb.Error as error:
+            raise UserError(
+                f"trainer.logger: wandb did not start: {str(error).rstrip('.')}; or set WANDB_MODE=offline to keep the run in its "
+                "folder, or leave wandb out of trainer.logger"
+            ) from error
+
+    def start(self, facts: Mapping[str, Any], total_steps: int) -> None:
+        self.run.config.update({"facts": dict(facts), "total_steps": total_steps})
+
+    def say(self, text: str) -> None:
+        pass
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        self.run.log(dict(metrics), step=int(metrics["step"]))
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        for when, values in result["val"].items():
+            self.run.summary.update({f"{when}/{name}": value for name, value in values.items()})
+        self.run.finish()

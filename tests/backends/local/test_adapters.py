@@ -238,6 +238,14 @@ def test_a_prefix_cache_that_outlives_a_publish_fails_the_probe(backend_of, monk
     assert not probe.passed and probe.same_weights and probe.gap_max > probe.tolerance
 
 
+def test_a_publish_moves_the_adapters_and_nothing_of_the_base(backend_of):
+    backend = backend_of(lora={"target_modules": ["o_proj", "down_proj"]})
+    backend.publish()
+    # Nothing is stacked with these two, so what moves is exactly the adapter.
+    assert backend.published_bytes == sum(p.nbytes for p in backend.adapters["default"].parameters())
+    assert backend_of(lora={"rank": 0}).published_bytes == 0
+
+
 def test_a_thousand_publishes_leak_nothing_and_never_touch_the_base(backend_of):
     backend = backend_of(lora={"target_modules": ["q_proj", "down_proj"]})
     base = backend.model.fingerprint()

@@ -312,6 +312,47 @@ def test_a_cancelled_request_frees_its_place(make, engine_of):
     assert engine.stats()["generated_tokens"] < 120
 
 
+def test_every_token_is_heard_in_the_callers_loop_before_the_result(make, engine_of):
+    _, decoder, _ = make("qwen3")
+    engine = engine_of(decoder)
+    asked = prompts([4, 9, 4, 17])
+
+    async def run():
+        heard = [[] for _ in asked]
+        here = asyncio.get_running_loop()
+
+        def listener(i):
+            def hear(token, logprob):
+                assert asyncio.get_running_loop() is here
+                heard[i].append((token, logprob))
+
+            return hear
+
+        calls = [engine.sample(p, SamplingParams(12 + i, seed=i), BASE, listener(i)) for i, p in enumerate(asked)]
+        return heard, await asyncio.gather(*calls), [list(tokens) for tokens in heard]
+
+    heard, completions, at_the_end = asyncio.run(run())
+    assert heard == at_the_end == [list(zip(c.ids, c.logprobs, strict=True)) for c in completions]
+    silent = results([engine.submit(p, SamplingParams(12 + i, seed=i)) for i, p in enumerate(asked)])
+    assert [c.ids for c in silent] == [c.ids for c in completions]
+
+
+def test_a_listener_whose_loop_has_ended_does_not_disturb_the_others(make, engine_of):
+    _, decoder, _ = make("qwen3")
+    engine = engine_of(decoder)
+    (prompt,) = prompts([4])
+    started = []
+
+    async def leave():
+        left = asyncio.ensure_future(engine.sample(prompt, SamplingParams(100), BASE, lambda *_: None))
+        started.append(engine.submit(prompt, SamplingParams(100)))
+        await asyncio.sleep(0.01)
+        assert not left.done()
+
+    asyncio.run(leave())
+    assert len(started[0].result(60).ids) == 100
+
+
 def test_closing_fails_what_was_not_finished_and_ends_the_thread(make):
     _, decoder, _ = make("qwen3")
     engine = Engine(decoder, eos_ids=[], max_batch=1, max_model_len=128)

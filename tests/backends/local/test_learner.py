@@ -1,6 +1,8 @@
 """One training step is what an independent float64 computation says, whatever the micro-batches; what was not trained stays as it was."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from rllm.backends.local.learner import Learner
 
 PPO = LossSpec("ppo_clip", clip_low=0.2, clip_high=0.28)
 CROSS_ENTROPY = LossSpec("cross_entropy")
+CASES = Path(__file__).parents[2] / "reference" / "cases.json"
 
 
 def rows(temperature=0.8, n=6, seed=0, adapter="default"):
@@ -29,8 +32,8 @@ def rows(temperature=0.8, n=6, seed=0, adapter="default"):
                 mask,
                 [advantage * m for m in mask],
                 [x * m for x, m in zip(noise, mask, strict=True)],
-                temperature,
-                adapter,
+                temperature=temperature,
+                adapter=adapter,
             )
         )
     return data
@@ -168,6 +171,31 @@ def test_adamw_step_equals_torch_and_clips_by_the_global_norm(make):
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert all((p.double() - c).abs().max() < 1e-6 for p, c in zip(adapter.parameters(), copies, strict=True))
     assert all(p.grad is None for p in adapter.parameters())
+
+
+def test_the_gradient_norm_reported_is_that_before_clipping(make, monkeypatch):
+    (case,) = [c for c in json.loads(CASES.read_text()) if c["kind"] == "grad_clip"]
+    _, decoder, _ = make("qwen3")
+    learner = Learner(decoder, {"default": random_adapter(decoder)})
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor(case["input"]["grads"])
+    monkeypatch.setattr(learner, "trainable", lambda: [parameter])
+    seen = []
+    params = AdamParams(1e-2, grad_clip=case["input"]["max_norm"])
+    monkeypatch.setattr(learner._optimizer(params), "step", lambda: seen.append(parameter.grad.clone()))
+    assert learner.optim_step(params)["grad_norm"] == pytest.approx(case["expected"]["reported_norm"])
+    assert seen[0].tolist() == pytest.approx(case["expected"]["clipped"], abs=case["tolerance"])
+
+
+def test_discarded_gradients_leave_nothing_to_step_with(make):
+    _, decoder, _ = make("qwen3")
+    adapter = random_adapter(decoder)
+    learner = Learner(decoder, {"default": adapter})
+    learner.forward_backward(rows(), PPO)
+    before = [p.clone() for p in adapter.parameters()]
+    learner.discard_gradients()
+    assert learner.optim_step(AdamParams(1e-2)) == {"grad_norm": 0.0}
+    assert all(torch.equal(p, b) for p, b in zip(adapter.parameters(), before, strict=True))
 
 
 def test_after_one_step_every_b_has_moved_and_the_base_has_not(make):

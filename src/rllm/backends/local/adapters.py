@@ -23,7 +23,16 @@ from rllm.backends.local.model import Decoder, PackedCausal
 from rllm.config.schema import LoraConfig, LoraSettings
 from rllm.errors import ModelError
 from rllm.lora.adapter import LoraAdapter
-from rllm.lora.files import check_written, load_into, read_adapter, verify_with_peft, write_adapter
+from rllm.lora.checkpoint import fingerprint
+from rllm.lora.files import (
+    CARD,
+    CARD_FINGERPRINT,
+    check_written,
+    load_into,
+    read_adapter,
+    verify_with_peft,
+    write_adapter,
+)
 from rllm.lora.match import adapted_modules, leaf_names, unmatched_excludes
 from rllm.version import __version__
 
@@ -95,8 +104,8 @@ class SaveContext:
 def save_adapter(adapter: LoraAdapter, path: Path, settings: LoraSettings, context: SaveContext) -> float | None:
     """Write `adapter` to `path` as a PEFT folder with tokenizer files and a model card, and check it by reloading.
 
-    Returns the largest difference between the logits here and those of PEFT; None where the model is too large to load twice or not
-    in float32, and the file was only read back and compared.
+    Returns the largest difference between the logits here and those of PEFT; None where the model is too large to load twice, not in
+    float32 or quantised, and the file was only read back and compared.
     """
     model, folder = context.model, context.folder
     base = str(folder) if context.model_name == "default" else context.model_name
@@ -106,14 +115,14 @@ def save_adapter(adapter: LoraAdapter, path: Path, settings: LoraSettings, conte
             shutil.copyfile(folder / name, path / name)
     check_written(adapter, path)
     gap = _verified_gap(adapter, path, context)
-    (path / "README.md").write_text(_model_card(adapter, settings, context, gap))
+    (path / CARD).write_text(_model_card(adapter, settings, context, gap))
     return gap
 
 
 def _verified_gap(adapter: LoraAdapter, path: Path, context: SaveContext) -> float | None:
     model = context.model
-    small = sum(p.numel() for p in model.parameters()) <= VERIFY_MAX_PARAMETERS
-    if not small or model.dtype != torch.float32:
+    small = model.parameter_count() <= VERIFY_MAX_PARAMETERS
+    if not small or model.dtype != torch.float32 or model.quantized:  # PEFT would put it on the original base
         return None
     ids = torch.arange(min(32, model.config.vocab_size), device=model.device)
     attend = PackedCausal([len(ids)], model.device)
@@ -136,7 +145,8 @@ def _model_card(adapter: LoraAdapter, settings: LoraSettings, context: SaveConte
     scale = "alpha / sqrt(rank)" if adapter.rslora else "alpha / rank"
     kinds = ", ".join(f"{kind} x{count}" for kind, count in target_counts(adapter).items())
     rows = {
-        "base": context.model_name,
+        "base": context.model_name + (", trained on it in 4 bits (nf4)" if context.model.quantized else ""),
+        CARD_FINGERPRINT: fingerprint(context.folder),
         "rank": adapter.rank,
         "alpha": f"{adapter.alpha:g} (scale {scale})",
         "target modules": f"{settings.target_modules} ({kinds})",

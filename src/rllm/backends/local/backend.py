@@ -23,7 +23,8 @@ from rllm.backends.base import (
     AdamParams,
     Completion,
     Datum,
-    LossSpec,
+    Losses,
+    OnToken,
     Probe,
     SamplingParams,
     initial_of,
@@ -40,7 +41,8 @@ from rllm.backends.local.loading import (
     save_decoder,
 )
 from rllm.backends.local.model import Decoder
-from rllm.config.schema import Config
+from rllm.config.check import quantization_problem
+from rllm.config.schema import Config, ModelConfig
 from rllm.errors import ConfigError, ModelError
 from rllm.lora.adapter import LoraAdapter, LowRankPairs
 
@@ -63,7 +65,8 @@ class LocalBackend:
         self.max_model_len = max_model_len(config, model)
         self._initial = {initial_of(name): adapter.snapshot(model.dtype) for name, adapter in adapters.items()}
         # Full fine-tuning overwrites the reference policy, so a copy is kept where one is asked for.
-        start = copy.deepcopy(model) if config.algorithm.kl_beta and not adapters else None
+        has_reference = config.algorithm.kl_beta or config.algorithm.kl_in_reward
+        start = copy.deepcopy(model) if has_reference and not adapters else None
         self.learner = Learner(model, adapters, frozen=self._initial, start=start)
         self.policy_version = 0
         self.engine = Engine(
@@ -85,10 +88,11 @@ class LocalBackend:
     def create(cls, config: Config) -> LocalBackend:
         """Load the model that `config` names and put a fresh (or given) adapter on it."""
         device = pick_device(config.model.device)
+        check_quantization(config.model, bool(config.lora.adapters()), device)
         dtype = pick_dtype(config.model.dtype, device)
         folder = resolve_model(config.model.path)
         tokenizer = load_tokenizer(folder)
-        model = load_decoder(folder, dtype, device)
+        model = load_decoder(folder, dtype, device, config.model.quantization)
         if len(tokenizer) > model.config.vocab_size:
             raise ModelError(
                 f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, the model {model.config.vocab_size}"
@@ -96,11 +100,15 @@ class LocalBackend:
         return cls(config, folder, model, tokenizer, create_adapters(model, config.lora, config.trainer.seed))
 
     async def sample(
-        self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str = DEFAULT_ADAPTER
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        adapter: str = DEFAULT_ADAPTER,
+        on_token: OnToken | None = None,
     ) -> Completion:
-        return await self.engine.sample(prompt_ids, params, adapter)
+        return await self.engine.sample(prompt_ids, params, adapter, on_token)
 
-    def forward_backward(self, data: Sequence[Datum], loss: LossSpec) -> dict[str, float]:
+    def forward_backward(self, data: Sequence[Datum], loss: Losses) -> dict[str, float]:
         return self.learner.forward_backward(data, loss)
 
     def logprobs(
@@ -110,6 +118,9 @@ class LocalBackend:
 
     def optim_step(self, params: AdamParams) -> dict[str, float]:
         return self.learner.optim_step(params)
+
+    def discard_gradients(self) -> None:
+        self.learner.discard_gradients()
 
     def publish(self) -> int:
         self.policy_version += 1
@@ -227,6 +238,7 @@ class LocalBackend:
         adapters = self.adapters.items()
         return {
             "model.path": self.model_name,
+            "model.quantization": self.config.model.quantization,
             "lora.per_role": sorted(self.adapters),
             "lora.rank": {name: adapter.rank for name, adapter in adapters},
             "lora.target_modules": {name: sorted(adapter.modules_adapted) for name, adapter in adapters},
@@ -236,6 +248,7 @@ class LocalBackend:
         # Full fine-tuning trains the sampled tensors themselves: publishing only counts the version.
         newest = {name: adapter.snapshot(self.model.dtype) for name, adapter in self.adapters.items()}
         self.engine.publish({**self._initial, **newest} or {DEFAULT_ADAPTER: None}, self.policy_version)
+        self.published_bytes = sum(pairs.nbytes for pairs in newest.values())
 
 
 def pick_device(name: str) -> torch.device:
@@ -251,6 +264,12 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"model.device: {name!r} asked for, but torch sees no CUDA device here; use cpu or auto")
     return device
+
+
+def check_quantization(settings: ModelConfig, lora: bool, device: torch.device) -> None:
+    """Refuse a quantised base that cannot be, before anything is loaded."""
+    if problem := quantization_problem(settings, lora, device.type):
+        raise ConfigError(problem)
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

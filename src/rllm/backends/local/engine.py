@@ -13,12 +13,14 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rllm.backends.base import BASE, Completion, FinishReason, SamplingParams
+from rllm.backends.base import BASE, Completion, FinishReason, OnToken, SamplingParams
+from rllm.backends.local.handover import outbox_of_running_loop
 from rllm.backends.local.kv_cache import DecodeAttention, KVCache, default_kv_bytes
 from rllm.backends.local.model import Decoder, LowRank, PackedCausal
 from rllm.backends.local.sampling import BatchParams, sample, uniforms
@@ -42,6 +44,7 @@ class _Request:
     limit: int
     future: Future[Completion]
     uniforms: np.ndarray
+    on_token: OnToken | None = None
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -120,8 +123,11 @@ class Engine:
 
     # Called from any thread
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str = BASE) -> Future[Completion]:
-        """Queue one completion. Cancelling the future frees its place in the batch at the next token.
+    def submit(
+        self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str = BASE, on_token: OnToken | None = None
+    ) -> Future[Completion]:
+        """Queue one completion. Cancelling the future frees its place in the batch at the next token. `on_token` is called in the
+        sampler's thread and holds up every request: it must return at once.
 
         Raises ValueError for what cannot be sampled (adapter, prompt or params), RuntimeError after `close`.
         """
@@ -145,14 +151,17 @@ class Engine:
             if adapter not in self.adapters:  # under the lock, so that a publish meanwhile cannot miss this request
                 raise _unknown_adapter(adapter, self.adapters)
             seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
-            request = _Request(tuple(prompt_ids), params, adapter, limit, Future(), uniforms(seed, limit))
+            request = _Request(tuple(prompt_ids), params, adapter, limit, Future(), uniforms(seed, limit), on_token)
             self._waiting.append(request)
             self._wake.notify()
         return request.future
 
-    async def sample(self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str = BASE) -> Completion:
-        """`submit`, awaited in the caller's event loop."""
-        return await asyncio.wrap_future(self.submit(prompt_ids, params, adapter))
+    async def sample(
+        self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str = BASE, on_token: OnToken | None = None
+    ) -> Completion:
+        """`submit`, awaited in the caller's event loop, where `on_token` is called too: for every token before this returns."""
+        hear = partial(outbox_of_running_loop().put, on_token) if on_token is not None else None
+        return await asyncio.wrap_future(self.submit(prompt_ids, params, adapter, hear))
 
     def publish(self, adapters: Mapping[str, LowRank | None], version: int) -> None:
         """From the next token on, sample with these adapters; returns once that is so.
@@ -364,6 +373,8 @@ class Engine:
                 finished.append(slot)
                 _fail(request, error)
                 continue
+            if request.on_token is not None:
+                request.on_token(token, logprob)
             if reason is not None:
                 finished.append(slot)
                 _finish(request, reason)

@@ -25,12 +25,13 @@ ADAM_MOMENTS = 2
 
 def describe(config: Config, model: Decoder, learner: Learner, engine: Engine) -> dict[str, Any]:
     """Facts for the banner and run.json. Raises if what is trained is not what the config asks for."""
-    base = sum(parameter.numel() for parameter in model.parameters())
+    base = model.parameter_count()
     trained = sum(parameter.numel() for parameter in learner.trainable())
     facts: dict[str, Any] = {
         "model": config.model.path,
         "device": str(model.device),
         "dtype": _name(model.dtype),
+        "quantization": config.model.quantization,
         "parameters": base,
         "trainable": trained,
         "base_fingerprint": model.fingerprint(),
@@ -52,7 +53,7 @@ def describe(config: Config, model: Decoder, learner: Learner, engine: Engine) -
     return facts | {
         "method": "; ".join(_method(name, adapter, len(adapters)) for name, adapter in adapters.items()),
         "adapters": adapters,
-        "dtypes": f"base {_name(model.dtype)} (frozen), adapter float32 (computed in {_name(model.dtype)}), optimizer float32",
+        "dtypes": f"base {_name(model.dtype)} (frozen{', matrices of the layers in nf4' if model.quantized else ''}), adapter float32 (computed in {_name(model.dtype)}), optimizer float32",
     }
 
 
@@ -84,7 +85,7 @@ def memory_bytes(config: Config, model: Decoder, learner: Learner, engine: Engin
     longest = config.data.max_prompt_length + config.data.max_response_length
     sequences = min(rollout.max_batch, 4 * config.data.train_batch_size * rollout.n)
     return {
-        "base": sum(p.numel() * p.element_size() for p in model.parameters()),
+        "base": model.nbytes,
         "trained weights": masters,
         "gradients": trained * FLOAT32_BYTES,
         "optimizer": trained * ADAM_MOMENTS * FLOAT32_BYTES,

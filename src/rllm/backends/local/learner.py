@@ -6,19 +6,21 @@ Knows rows of tokens and a decoder; nothing of sampling, flows or files.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rllm.algorithms.losses import token_loss, token_weights
+from rllm.algorithms.losses import Tokens, kl_terms, token_loss, token_weights
+from rllm.algorithms.spec import Losses, loss_of
 from rllm.backends.base import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, AdamParams, Datum, LossSpec, initial_of
 from rllm.backends.local.model import Decoder, LowRank, PackedCausal
+from rllm.backends.local.sums import Sums
 from rllm.lora.adapter import LoraAdapter
 
 # Tokens x vocabulary held at once when logits are turned into log-probabilities (float32: 64 MiB).
@@ -28,6 +30,8 @@ MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 32768}
 # Memory that the activations of a micro-batch may take on CPU, and the share of it on a GPU.
 CPU_ACTIVATION_BYTES = 2 * 2**30
 GPU_ACTIVATION_SHARE = 0.25
+
+K = TypeVar("K", bound=Hashable)
 
 
 class Learner:
@@ -60,51 +64,28 @@ class Learner:
             return [p for adapter in self.adapters.values() for p in adapter.parameters()]
         return [self.masters.get(p, p) for p in self.model.parameters()]
 
-    def forward_backward(self, data: Sequence[Datum], loss: LossSpec) -> dict[str, float]:
-        """Add the gradient of ``sum of weight * token loss`` over all rows; see `algorithms.losses`.
+    def forward_backward(self, data: Sequence[Datum], loss: Losses) -> dict[str, float]:
+        """Add the gradient of ``sum of weight * token loss`` over all rows; see `Backend.forward_backward` and `algorithms.losses`.
 
-        Returns ``loss``, ``entropy`` (mean over trained tokens, nats), ``tokens`` trained, the means of the loss's own statistics,
-        and the divergence of the sampler from the trainer on the sampled tokens, ``sampler_kl`` (k3, Schulman 2020) and
-        ``sampler_gap_max`` (largest absolute difference of log-probabilities).
+        Rows of different losses are weighed by all rows of `data`, so a mapping of equal losses is that one loss.
         """
-        weights = token_weights(loss, [datum.n_trained for datum in data])
-        sums: dict[str, Tensor] = {}
-        gap_max = torch.zeros((), device=self.model.device)
-        for adapter, rows in self._micro_batches(data):
-            chosen = [data[i] for i in rows]
-            if not any(datum.n_trained for datum in chosen):
+        specs = {id(spec): spec for spec in (loss_of(loss, datum.role) for datum in data)}
+        counts = [datum.n_trained for datum in data]
+        weights = {key: token_weights(spec, counts) for key, spec in specs.items()}
+        sums = Sums()
+        for (adapter, key), rows in self._micro_batches(data, lambda d: (d.adapter, id(loss_of(loss, d.role)))):
+            chosen = [data[i] for i in rows if counts[i]]
+            if not chosen:
                 continue
-            logprobs, entropy, take = self._token_logprobs(chosen, adapter)
-            per_token = torch.repeat_interleave(
-                torch.tensor([weights[i] for i in rows], device=logprobs.device),
-                torch.tensor([datum.n_trained for datum in chosen], device=logprobs.device),
-            )
-            old, advantages = take("logprobs"), take("advantages")
-            losses, stats = token_loss(loss, logprobs, old, advantages)
-            total = (per_token * losses).sum()
+            spec = specs[key]
+            batch = self._token_logprobs(chosen, adapter, entropy_gradient=spec.entropy_coeff > 0)
+            lengths = torch.tensor([d.n_trained for d in chosen], device=self.model.device)
+            weight = torch.tensor([weights[key][i] for i in rows if counts[i]], device=self.model.device)
+            per_token = weight.repeat_interleave(lengths, output_size=len(batch.logprobs))
+            total = (per_token * _losses(spec, batch, lengths, sums)).sum()
             total.backward()
-            with torch.no_grad():
-                difference = logprobs.detach() - old
-                stats = stats | {"entropy": entropy, "sampler_kl": torch.expm1(difference) - difference}
-                gap_max = torch.maximum(gap_max, difference.abs().max())
-                _add(sums, "loss", total.detach())
-                _add(sums, "tokens", torch.tensor(float(len(logprobs)), device=logprobs.device))
-                for name, values in stats.items():
-                    _add(sums, f"mean:{name}", values.detach().sum())
-        if not sums:
-            return {"loss": 0.0, "tokens": 0.0}
-        tokens = sums["tokens"].item()
-        metrics = {"loss": sums["loss"].item(), "tokens": tokens}
-        metrics |= {
-            name.removeprefix("mean:"): value.item() / tokens
-            for name, value in sums.items()
-            if name.startswith("mean:")
-        }
-        if loss.name != "cross_entropy":
-            metrics["sampler_gap_max"] = gap_max.item()
-        else:
-            metrics.pop("sampler_kl", None)
-        return metrics
+            sums.add("loss", total.detach())
+        return sums.metrics()
 
     @torch.no_grad()
     def logprobs(
@@ -113,12 +94,12 @@ class Learner:
         """Log-probability of every token of every row at the row's temperature; see `Backend.logprobs`."""
         result = [[0.0] * len(d.ids) for d in data]
         rows_of = data if trained_only else [replace(d, mask=[0] + [1] * (len(d.ids) - 1)) for d in data]
-        for own, rows in self._micro_batches(rows_of):
+        for own, rows in self._micro_batches(rows_of, lambda d: d.adapter):
             chosen = [rows_of[i] for i in rows]
             if not any(datum.n_trained for datum in chosen):
                 continue
-            logprobs, _, _ = self._token_logprobs(chosen, self._reference(own, adapter))
-            for i, values in zip(rows, logprobs.split([d.n_trained for d in chosen]), strict=True):
+            batch = self._token_logprobs(chosen, self._reference(own, adapter))
+            for i, values in zip(rows, batch.logprobs.split([d.n_trained for d in chosen]), strict=True):
                 places = (t for t, m in enumerate(rows_of[i].mask) if m)
                 for t, value in zip(places, values.tolist(), strict=True):
                     result[i][t] = value
@@ -146,9 +127,13 @@ class Learner:
             optimizer.step()
             for weight, master in self.masters.items():
                 weight.data.copy_(master)
-        for parameter in (*parameters, *self.masters):
-            parameter.grad = None
+        self.discard_gradients()
         return {"grad_norm": norm.item(), "lr": params.lr}
+
+    def discard_gradients(self) -> None:
+        """Forget what `forward_backward` accumulated."""
+        for parameter in (*self.trainable(), *self.masters):
+            parameter.grad = None
 
     def optimizer_state(self) -> list[dict[str, Any]]:
         """AdamW's state per trained tensor, in the order of `trainable()`; empty where a tensor was never stepped."""
@@ -178,26 +163,24 @@ class Learner:
         for weight, master in self.masters.items():
             master.grad = None if weight.grad is None else weight.grad.float()
 
-    def _micro_batches(self, data: Sequence[Datum]) -> Iterator[tuple[str, list[int]]]:
-        """(adapter, row indices) with at most `micro_batch_tokens` padded tokens each; rows of like length together."""
-        by_adapter: dict[str, list[int]] = {}
+    def _micro_batches(self, data: Sequence[Datum], key: Callable[[Datum], K]) -> Iterator[tuple[K, list[int]]]:
+        """(key, row indices) with at most `micro_batch_tokens` padded tokens each; rows of one key and like length together, and
+        never a row in parts."""
+        by_key: dict[K, list[int]] = {}
         for i, datum in enumerate(data):
-            by_adapter.setdefault(datum.adapter, []).append(i)
-        for adapter, rows in by_adapter.items():
+            by_key.setdefault(key(datum), []).append(i)
+        for shared, rows in by_key.items():
             rows.sort(key=lambda i: len(data[i].ids))
             batch: list[int] = []
             for i in rows:
                 if batch and (len(batch) + 1) * len(data[i].ids) > self.micro_batch_tokens:
-                    yield adapter, batch
+                    yield shared, batch
                     batch = []
                 batch.append(i)
-            yield adapter, batch
+            yield shared, batch
 
-    def _token_logprobs(self, rows: Sequence[Datum], adapter: str) -> tuple[Tensor, Tensor, Any]:
-        """(log-probability [N], entropy [N], take) of the trained tokens of `rows`, row after row.
-
-        ``take(field)`` gives another per-token field of the rows at the same N tokens.
-        """
+    def _token_logprobs(self, rows: Sequence[Datum], adapter: str, entropy_gradient: bool = False) -> _Trained:
+        """The trained tokens of `rows` under the policy `adapter`, row after row."""
         device = self.model.device
         ids = torch.tensor([token for row in rows for token in row.ids], device=device)
         mask = torch.tensor([m for row in rows for m in row.mask], dtype=torch.bool)
@@ -209,23 +192,27 @@ class Learner:
         predicting = hidden.index_select(0, trained - 1)
         temperatures = torch.tensor([row.temperature for row in rows for _ in range(row.n_trained)], device=device)
         logprobs, entropy = self._chunked_logprobs(
-            predicting, ids.index_select(0, trained), temperatures, partial(model.logits, lora=lora)
+            predicting,
+            ids.index_select(0, trained),
+            temperatures,
+            partial(model.logits, lora=lora),
+            entropy_gradient,
         )
-
-        def take(field: str) -> Tensor:
-            values = torch.tensor([v for row in rows for v in getattr(row, field)], dtype=torch.float32)
-            return values[mask].to(device)
-
-        return logprobs, entropy, take
+        return _Trained(rows, mask, logprobs, entropy)
 
     def _chunked_logprobs(
-        self, hidden: Tensor, targets: Tensor, temperatures: Tensor, logits: Callable[[Tensor], Tensor]
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperatures: Tensor,
+        logits: Callable[[Tensor], Tensor],
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         chunk = max(1, LOGIT_ELEMENTS // self.model.config.vocab_size)
 
         def part(h: Tensor, y: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
             logprobs = F.log_softmax(logits(h) / t.unsqueeze(1), dim=-1)
-            with torch.no_grad():
+            with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
                 entropy = -(logprobs.exp() * logprobs).sum(-1)
             return logprobs.gather(1, y.unsqueeze(1)).squeeze(1), entropy
 
@@ -253,6 +240,65 @@ class Learner:
         raise KeyError(f"no adapter {adapter!r}; there are {', '.join(known)}")
 
 
+@dataclass(frozen=True)
+class _Trained:
+    """What a forward pass gave for the trained tokens of some rows, and the rows' own numbers at the same N tokens."""
+
+    rows: Sequence[Datum]
+    mask: Tensor
+    logprobs: Tensor
+    entropy: Tensor
+
+    def take(self, field: str, instead: Callable[[Datum], Sequence[float]] | None = None) -> Tensor:
+        """A per-token field of the rows [N]; `instead` gives the values of a row that has none."""
+        values: list[float] = []
+        for row in self.rows:
+            own = getattr(row, field) or (instead(row) if instead else ())
+            if len(own) != len(row.ids):
+                raise ValueError(f"Datum.{field}: {len(own)} values in a row of {len(row.ids)} tokens")
+            values += own
+        return torch.tensor(values, dtype=torch.float32)[self.mask].to(self.logprobs.device)
+
+    def has(self, field: str) -> bool:
+        return any(getattr(row, field) for row in self.rows)
+
+
+def _losses(spec: LossSpec, batch: _Trained, lengths: Tensor, sums: Sums) -> Tensor:
+    """Loss of every token [N]: policy loss times the token's weight, plus KL and entropy terms. Counts its statistics in `sums`."""
+    logprobs = batch.logprobs
+    numbers = torch.arange(len(lengths), device=lengths.device)
+    row_numbers = numbers.repeat_interleave(lengths, output_size=len(logprobs))
+    sampler = batch.take("logprobs")
+    old = batch.take("old_logprobs", lambda row: row.logprobs) if batch.has("old_logprobs") else sampler
+    losses, statistics = token_loss(spec, Tokens(logprobs, old, batch.take("advantages"), row_numbers))
+    if batch.has("weights"):
+        losses = losses * batch.take("weights", lambda row: [1.0] * len(row.ids))
+    if spec.kl_beta > 0:
+        reference = batch.take("ref_logprobs")
+        losses = losses + spec.kl_beta * kl_terms(logprobs, reference, spec.kl_estimator)
+        sums.mean("kl_ref_k1", logprobs.detach() - reference)
+        sums.mean("kl_ref", kl_terms(logprobs.detach(), reference))
+    if spec.entropy_coeff > 0:
+        losses = losses - spec.entropy_coeff * batch.entropy
+    sums.tokens(len(logprobs))
+    sums.mean("entropy", batch.entropy.detach())
+    for name, values in statistics.items():
+        sums.weights(values) if name == "ratio" else sums.mean(name, values)
+    if spec.name != "cross_entropy":
+        _count_divergence(sums, logprobs.detach(), old, sampler)
+    return losses
+
+
+def _count_divergence(sums: Sums, logprobs: Tensor, old: Tensor, sampler: Tensor) -> None:
+    """How far the policy is from the one that the ratio is taken to, and from the sampler. The samples are of those, so the KL
+    divergences are from them: with ``d = old - logp``, k1 is ``d`` and k3 is ``exp(-d) - 1 + d``."""
+    sums.mean("ppo_kl", old - logprobs)
+    k3 = kl_terms(old, logprobs)
+    sums.mean("ppo_kl_k3", k3)
+    sums.mean("sampler_kl", k3 if old is sampler else kl_terms(sampler, logprobs))
+    sums.maximum("sampler_gap_max", (logprobs - sampler).abs())
+
+
 def activation_bytes_per_token(model: Decoder) -> int:
     """Bytes kept per token for the backward pass, counted with autograd's saved-tensor hooks on three shapes (within 20 %)."""
     c = model.config
@@ -272,7 +318,3 @@ def _float32_masters(model: Decoder) -> dict[torch.nn.Parameter, torch.nn.Parame
     if model.dtype == torch.float32:
         return {}
     return {p: torch.nn.Parameter(p.detach().float()) for p in model.parameters()}
-
-
-def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
-    sums[name] = sums[name] + value if name in sums else value

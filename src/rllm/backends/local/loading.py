@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from rllm.backends.local.model import Decoder, DecoderConfig
 from rllm.errors import ModelError
+from rllm.lora.checkpoint import INDEX, SINGLE, plan_shards, weight_files, write_index
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 DEFAULT_MODEL = Path(__file__).parents[2] / "models" / "default"
@@ -33,8 +34,9 @@ TOKENIZER_FILES = (
 )
 
 
-def resolve_model(path: str) -> Path:
-    """Local folder of a model: `default` is the one inside the package, an existing folder itself, else a hub id to download."""
+def resolve_model(path: str, key: str = "model.path") -> Path:
+    """Local folder of a model: `default` is the one inside the package, an existing folder itself, else a hub id to download. `key`
+    is what an error says was wrong."""
     if path == "default":
         return DEFAULT_MODEL
     folder = Path(path).expanduser()
@@ -42,7 +44,7 @@ def resolve_model(path: str) -> Path:
         return folder
     if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
         raise ModelError(
-            f"model.path: no folder {path!r}; give a folder with config.json and *.safetensors, a hub id such as "
+            f"{key}: no folder {path!r}; give a folder with config.json and *.safetensors, a hub id such as "
             "'Qwen/Qwen3-0.6B', or 'default'"
         )
     from huggingface_hub import snapshot_download
@@ -51,7 +53,7 @@ def resolve_model(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
     except Exception as error:  # the hub client raises many kinds; all mean "not available"
         raise ModelError(
-            f"model.path: {path!r} is no local folder and could not be fetched from the hub "
+            f"{key}: {path!r} is no local folder and could not be fetched from the hub "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); check the name and the network, or give a local folder"
         ) from error
 
@@ -113,8 +115,22 @@ def rotary_frequencies(config: DecoderConfig, hf: Any) -> tuple[torch.Tensor, fl
     return inv_freq, float(scale)
 
 
-def load_decoder(folder: Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Decoder:
-    """The model of `folder` in `dtype` on `device`. Every tensor of the checkpoint must be used and every weight filled."""
+def load_decoder(
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    quantization: Literal["none", "nf4"] = "none",
+) -> Decoder:
+    """The model of `folder` in `dtype` on `device`. Every tensor of the checkpoint must be used and every weight filled.
+
+    With `quantization` nf4 it is read into the host's memory, and the matrices of its layers go to `device` in 4 bits.
+    """
+    if quantization == "nf4":
+        from rllm.backends.local.quantized import quantize_decoder
+
+        model = load_decoder(folder, dtype)
+        quantize_decoder(model, torch.device(device))
+        return model
     config, hf = read_config(folder)
     inv_freq, scale = rotary_frequencies(config, hf)
     model = Decoder(config, inv_freq, scale, dtype, device)
@@ -140,17 +156,7 @@ def load_decoder(folder: Path, dtype: torch.dtype = torch.float32, device: str |
 
 
 def _checkpoint_tensors(folder: Path, device: str | torch.device):
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-    else:
-        single = folder / "model.safetensors"
-        files = [single] if single.is_file() else sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise ModelError(f"model.path: {folder} has no model.safetensors; save the model with save_pretrained()")
-    for file in files:
-        if not file.is_file():
-            raise ModelError(f"model.path: {file} is named in {index.name} and missing")
+    for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt", device=str(device)) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
@@ -192,29 +198,17 @@ def end_of_turn_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
 def save_decoder(model: Decoder, source: Path, out: Path, dtype: torch.dtype | None = None) -> None:
     """Write `model` as a folder that transformers loads, with config and tokenizer files copied from `source`."""
     out.mkdir(parents=True, exist_ok=True)
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    size = 0
-    for name, tensor in model.hf_tensors():
-        tensor = tensor.detach().to("cpu", dtype or tensor.dtype).contiguous().clone()
-        if size and size + tensor.nbytes > MAX_SHARD_BYTES:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    # An index left by an earlier, sharded save would send readers to its old shards.
-    (out / "model.safetensors.index.json").unlink(missing_ok=True)
-    if len(shards) == 1:
-        save_file(shards[0], out / "model.safetensors", metadata={"format": "pt"})
-    else:
-        weight_map = {}
-        for i, shard in enumerate(shards, 1):
-            file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-            save_file(shard, out / file, metadata={"format": "pt"})
-            weight_map.update(dict.fromkeys(shard, file))
-        total = sum(t.nbytes for shard in shards for t in shard.values())
-        (out / "model.safetensors.index.json").write_text(
-            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
-        )
+    tensors = dict(model.hf_tensors())
+    size = (dtype or model.dtype).itemsize
+    shards = plan_shards({name: tensor.numel() * size for name, tensor in tensors.items()}, MAX_SHARD_BYTES)
+    # What an earlier save of another shape left would be what readers take.
+    for name in (SINGLE, INDEX):
+        (out / name).unlink(missing_ok=True)
+    for file, names in shards.items():
+        shard = {n: tensors[n].detach().to("cpu", dtype or tensors[n].dtype).contiguous().clone() for n in names}
+        save_file(shard, out / file, metadata={"format": "pt"})
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    write_index(out, shards, parameters * size, parameters)
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype or model.dtype).removeprefix("torch.")

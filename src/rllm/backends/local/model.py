@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rllm.errors import ModelError
+
 # The matrices that share an input are stored as one, so that each is one product. Order is the order of the rows.
 BLOCKS: dict[str, tuple[str, ...]] = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -235,13 +237,35 @@ class Decoder(nn.Module):
             logits = logits + F.linear(F.linear(adapted, pair[0]), pair[1])
         return logits.float()
 
+    @property
+    def quantized(self) -> bool:
+        """Whether the matrices of the layers are kept in 4 bits (`quantized.quantize_decoder`), so that no layer has a `weight`."""
+        return any(not isinstance(getattr(layer, block), FusedLinear) for layer in self.layers for block in BLOCKS)
+
+    def parameter_count(self) -> int:
+        """Weights of the model, however few bits each is kept in."""
+        count = sum(parameter.numel() for parameter in self.parameters())
+        if self.quantized:  # then the matrices of the layers are no parameters
+            count += sum(rows * columns for name, (columns, rows) in self.linear_shapes().items() if name != "lm_head")
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weights as they are kept."""
+        return sum(tensor.nbytes for tensor in self.state_dict().values())
+
     def full_finetuning(self) -> None:
         """Make every weight trainable."""
         for parameter in self.parameters():
             parameter.requires_grad_(True)
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, view of the weights) for every tensor of the checkpoint."""
+        """(Hugging Face name, view of the weights) for every tensor of the checkpoint. A quantised base has none to give."""
+        if self.quantized:
+            raise ModelError(
+                "model.quantization=nf4: the base is kept in 4 bits and cannot be saved as a full model; save the adapter, and merge it "
+                "into the original base with `rllm merge`"
+            )
         yield "model.embed_tokens.weight", self.embed
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
@@ -291,8 +315,9 @@ class Decoder(nn.Module):
     def fingerprint(self) -> str:
         """16 hex digits that change with any bit of the weights. Only one number a row leaves the device."""
         digest = hashlib.blake2b(digest_size=8)
-        for name, tensor in self.named_parameters():
-            bits = tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+        for name, tensor in self.state_dict().items():
+            bits = tensor.view(integers[tensor.element_size()])
             rows = bits.reshape(bits.shape[0], -1)
             # Weights by place make a swap of two values visible; int64 wraps, which does no harm.
             places = torch.arange(1, rows.shape[1] + 1, device=rows.device)

@@ -1,0 +1,173 @@
+"""Fields of the update, the filters and the end of a run that do not go together, and notes on what they cost or leave undone.
+
+Knows the config tree only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from rllm.config.schema import Config, EarlyStopConfig, OptimConfig
+from rllm.config.schema_algorithm import AlgorithmConfig, FilterConfig, RolloutCorrectionConfig
+from rllm.config.section import Section
+
+Refuse = Callable[[str, str], Exception]
+
+
+def check_training(config: Config, refuse: Refuse) -> None:
+    """Raise what `refuse(key, message)` makes of the first thing that cannot be done."""
+    _check_reference(config, refuse)
+    _check_steps(config.algorithm, refuse)
+    _check_correction(config.algorithm, refuse)
+    _check_rewards(config, refuse)
+    _check_early_stop(config, refuse)
+
+
+def _check_reference(config: Config, refuse: Refuse) -> None:
+    a = config.algorithm
+    key = "algorithm.kl_beta" if a.kl_beta else "algorithm.kl_in_reward"
+    weight = a.kl_beta or a.kl_in_reward
+    if a.reference == "none" and weight:
+        raise refuse(
+            "algorithm.reference",
+            f"algorithm.reference=none with {key}={weight:g}: a KL needs a reference policy; set it to base or initial_adapter, or "
+            f"{key}=0",
+        )
+    if a.reference == "initial_adapter" and not config.lora.rank:
+        raise refuse(
+            "algorithm.reference",
+            "algorithm.reference=initial_adapter with lora.rank=0: full fine-tuning has no adapter; base is the weights that training "
+            "started from",
+        )
+    if a.kl_in_reward and a.adv_estimator == "precomputed":
+        raise refuse(
+            "algorithm.kl_in_reward",
+            f"algorithm.kl_in_reward={a.kl_in_reward:g} with algorithm.adv_estimator=precomputed: no advantage is made from the reward; "
+            "use algorithm.kl_beta, the KL term of the loss",
+        )
+
+
+def _check_steps(a: AlgorithmConfig, refuse: Refuse) -> None:
+    """Steps that are rewarded one by one do not see what is taken off the reward of their trajectory."""
+    changed = next((key for key in ("kl_in_reward", "overlong_buffer") if getattr(a, key)), None)
+    if a.stepwise == "per_step" and changed:
+        raise refuse(
+            f"algorithm.{changed}",
+            f"algorithm.{changed}={getattr(a, changed):g} with algorithm.stepwise=per_step: it changes the reward of whole trajectories, "
+            f"and each step is compared by its own; set algorithm.stepwise=broadcast, or algorithm.{changed}=0",
+        )
+
+
+def _check_correction(a: AlgorithmConfig, refuse: Refuse) -> None:
+    c = a.rollout_correction
+    if c.level != "none" and a.old_logprobs == "sampler":
+        raise refuse(
+            "algorithm.old_logprobs",
+            f"algorithm.old_logprobs=sampler with algorithm.rollout_correction.level={c.level}: the weights are the trainer's "
+            "probabilities over the sampler's, so the trainer's are needed; set algorithm.old_logprobs to auto or trainer",
+        )
+    if c.floor is not None and c.mode == "truncate":
+        raise refuse(
+            "algorithm.rollout_correction.floor",
+            f"algorithm.rollout_correction.floor={c.floor:g} with mode=truncate: only weights above cap are changed; leave floor out, or "
+            "set algorithm.rollout_correction.mode=mask",
+        )
+    floor = c.floor if c.floor is not None else 1.0 / c.cap
+    if c.mode == "mask" and floor >= c.cap:
+        raise refuse(
+            "algorithm.rollout_correction.cap",
+            f"algorithm.rollout_correction keeps weights from {floor:g} (floor) to {c.cap:g} (cap): none; raise cap or lower floor",
+        )
+
+
+def _check_rewards(config: Config, refuse: Refuse) -> None:
+    a = config.algorithm
+    longest = config.rollout.max_tokens or config.data.max_response_length
+    if a.overlong_buffer > longest:
+        raise refuse(
+            "algorithm.overlong_buffer",
+            f"algorithm.overlong_buffer={a.overlong_buffer}: completions have at most {longest} tokens (rollout.max_tokens or "
+            "data.max_response_length); the buffer is the last part of that",
+        )
+    if not a.rejection_sampling.enable:
+        return
+    if a.zero_std == "keep":
+        raise refuse(
+            "algorithm.zero_std",
+            "algorithm.zero_std=keep with algorithm.rejection_sampling.enable=true: it samples until enough groups have rewards that "
+            "differ, so those that do not are dropped; set algorithm.zero_std=drop",
+        )
+    if config.rollout.n < 2:
+        raise refuse(
+            "rollout.n",
+            "rollout.n=1 with algorithm.rejection_sampling.enable=true: one reward never differs; set rollout.n to at least 2",
+        )
+
+
+def _check_early_stop(config: Config, refuse: Refuse) -> None:
+    t, stop = config.trainer, config.trainer.early_stop
+    if stop.metric is None:
+        set_too = next((name for name in _not_default(stop, EarlyStopConfig())), None)
+        if set_too is not None:
+            raise refuse(
+                f"trainer.early_stop.{set_too}",
+                f"trainer.early_stop.{set_too} does nothing without trainer.early_stop.metric; name a validation metric, e.g. "
+                "val/countdown/judge_acc",
+            )
+    elif not t.test_freq:
+        raise refuse(
+            "trainer.early_stop.metric",
+            f"trainer.early_stop.metric={stop.metric} with trainer.test_freq=0: nothing is validated during training; set "
+            "trainer.test_freq to a number of steps",
+        )
+
+
+def training_notes(config: Config) -> list[str]:
+    """What is done because of these settings, and which of them do nothing."""
+    a, o = config.algorithm, config.optim
+    notes: list[str] = []
+    why = why_trainer_logprobs(config)
+    if why:
+        notes.append(f"log-probabilities are computed once more before each update, a forward pass: {why}")
+    if a.mini_batch_size is not None and a.mini_batch_size > config.data.train_batch_size:
+        notes.append(
+            f"algorithm.mini_batch_size={a.mini_batch_size} is more than the {config.data.train_batch_size} tasks of a step: each step "
+            "is one mini-batch"
+        )
+    if a.reference == "initial_adapter" and not (a.kl_beta or a.kl_in_reward):
+        notes.append("algorithm.reference=initial_adapter: there is no KL, so no reference policy is asked")
+    if not a.filter.enable and list(_not_default(a.filter, FilterConfig())):
+        notes.append("algorithm.filter.*: nothing is filtered, as algorithm.filter.enable is false")
+    if a.rollout_correction.level == "none":
+        unused = _not_default(a.rollout_correction, RolloutCorrectionConfig())
+        notes += [f"algorithm.rollout_correction.{name} has no effect: level is none" for name in unused]
+    notes += _schedule_notes(config, o)
+    return notes
+
+
+def _schedule_notes(config: Config, o: OptimConfig) -> Iterator[str]:
+    if o.schedule == "constant" and o.min_lr_ratio:
+        yield f"optim.min_lr_ratio={o.min_lr_ratio:g} has no effect with optim.schedule=constant"
+    total = config.trainer.total_steps
+    if total is not None and (o.warmup_steps or 0) >= total:
+        yield f"optim.warmup_steps={o.warmup_steps}: the {total} steps of the run are all warm-up; optim.lr is never reached"
+
+
+def why_trainer_logprobs(config: Config) -> str | None:
+    """Why the trainer's log-probabilities take the place of the sampler's in the loss, or None if they do not."""
+    a = config.algorithm
+    if a.rollout_correction.level != "none":
+        return "algorithm.rollout_correction weighs by them"
+    if a.old_logprobs == "trainer":
+        return "algorithm.old_logprobs=trainer"
+    if a.old_logprobs == "sampler":
+        return None
+    if a.ppo_epochs > 1:
+        return f"algorithm.ppo_epochs={a.ppo_epochs} trains each token more than once"
+    if a.mini_batch_size is not None and a.mini_batch_size < config.data.train_batch_size:
+        return f"algorithm.mini_batch_size={a.mini_batch_size} makes several optimizer steps of a step"
+    return None
+
+
+def _not_default(section: Section, default: Section) -> Iterator[str]:
+    return (name for name in type(section).model_fields if getattr(section, name) != getattr(default, name))
