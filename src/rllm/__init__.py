@@ -21,6 +21,10 @@ _HOMES = {
     "Workflow": "rllm.flow",
     "evaluator": "rllm.flow",
     "rollout": "rllm.flow",
+    "PythonTool": "rllm.tools",
+    "Tool": "rllm.tools",
+    "Toolset": "rllm.tools",
+    "tool": "rllm.tools",
     "Config": "rllm.config.schema",
     "load_config": "rllm.config.load",
     "Dataset": "rllm.data.dataset",
@@ -29,7 +33,7 @@ _HOMES = {
     "register_advantage": "rllm.algorithms.advantages",
     "register_loss": "rllm.algorithms.losses",
     "AgentTrainer": "rllm.trainer",
-    "evaluate": "rllm.trainer",
+    "evaluate": "rllm.evaluation",
     "UserError": "rllm.errors",
     "run_cli": "rllm.errors",
 }
@@ -43,12 +47,16 @@ if TYPE_CHECKING:
     from rllm.data.dataset import load_dataset as load_dataset
     from rllm.errors import UserError as UserError
     from rllm.errors import run_cli as run_cli
+    from rllm.evaluation import evaluate as evaluate
     from rllm.flow import Workflow as Workflow
     from rllm.flow import evaluator as evaluator
     from rllm.flow import rollout as rollout
     from rllm.rewards.combine import combine_rewards as combine_rewards
+    from rllm.tools import PythonTool as PythonTool
+    from rllm.tools import Tool as Tool
+    from rllm.tools import Toolset as Toolset
+    from rllm.tools import tool as tool
     from rllm.trainer import AgentTrainer as AgentTrainer
-    from rllm.trainer import evaluate as evaluate
     from rllm.types import AgentConfig as AgentConfig
     from rllm.types import Episode as Episode
     from rllm.types import EvalOutput as EvalOutput

@@ -10,9 +10,11 @@ import asyncio
 import contextlib
 import contextvars
 import copy
+import ctypes
 import inspect
 import math
 import reprlib
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -35,8 +37,16 @@ class EvaluationError(Exception):
     """An evaluator gave something that is no reward. The episode then counts as failed, never as a reward of 0."""
 
 
-async def in_thread(fn: Callable[..., Any], *args: Any) -> Any:
-    """`fn` in a daemon thread of its own: many may block at once, and one that never returns cannot hold up the end of the process."""
+class Abandoned(BaseException):
+    """Raised inside a thread whose caller stopped waiting (a deadline, Ctrl-C). No `Exception`, so that user code lets it through."""
+
+
+async def in_thread(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`fn` in a daemon thread of its own: many may block at once, and one that never returns cannot hold up the end of the process.
+
+    When the caller is cancelled, `Abandoned` is raised in the thread, so Python code ends at its next line (CPython). A thread inside
+    one long call (a sleep, a socket, a regex) ends when that call does: Python has no way to end it sooner.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
@@ -54,21 +64,32 @@ async def in_thread(fn: Callable[..., Any], *args: Any) -> Any:
     def work() -> None:
         result, error = None, None
         try:
-            result = context.run(fn, *args)
+            result = context.run(fn, *args, **kwargs)
         except BaseException as raised:
             error = raised
         with contextlib.suppress(RuntimeError):  # the loop ended first: nobody waits
             loop.call_soon_threadsafe(deliver, result, error)
 
-    threading.Thread(target=work, name=f"rllm-{getattr(fn, '__name__', 'call')}", daemon=True).start()
-    return await done
+    thread = threading.Thread(target=work, name=f"rllm-{getattr(fn, '__name__', 'call')}", daemon=True)
+    thread.start()
+    try:
+        return await done
+    except asyncio.CancelledError:
+        _abandon(thread)
+        raise
 
 
-async def _call(fn: Callable[..., Any], *args: Any) -> Any:
+def _abandon(thread: threading.Thread) -> None:
+    if thread.is_alive() and thread.ident is not None and sys.implementation.name == "cpython":
+        raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+        raise_in(ctypes.c_ulong(thread.ident), ctypes.py_object(Abandoned))
+
+
+async def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Await an async function; run a sync one in a thread, so that it may block."""
     if inspect.iscoroutinefunction(fn):
-        return await fn(*args)
-    result = await in_thread(fn, *args)
+        return await fn(*args, **kwargs)
+    result = await in_thread(fn, *args, **kwargs)
     return await result if inspect.isawaitable(result) else result
 
 
@@ -106,7 +127,7 @@ class RolloutFlow:
 
     async def arun(self, task: Task, config: AgentConfig) -> Episode:
         """Run once. The flow may return an Episode, a Trajectory, a list of them, or nothing (steps then come from the record)."""
-        result = await _call(self.fn, task, config)
+        result = await call(self.fn, task, config)
         episode = as_episode(Trajectory() if result is None else result, f"flow {self.name!r}")
         for trajectory in episode.trajectories:
             if trajectory.name == DEFAULT_TRAJECTORY_NAME:
@@ -138,7 +159,7 @@ class Evaluator:
 
     async def aevaluate(self, task: Task, episode: Episode) -> EvalOutput:
         """Run once. Allowed results: EvalOutput, a number or bool (right when above 0), or ``(reward, is_correct)``."""
-        result = await _call(self.fn, task, episode)
+        result = await call(self.fn, task, episode)
         where = f"evaluator {self.name!r} for task {task.id!r}"
         if isinstance(result, EvalOutput):
             output = result

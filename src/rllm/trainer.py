@@ -18,14 +18,13 @@ from typing import Any
 from rllm.algorithms.datums import build_datums, check_role_names
 from rllm.algorithms.grouping import Accounting
 from rllm.algorithms.metrics import validation_metrics
-from rllm.backends.base import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, Backend, Losses, LossSpec, refuse_impossible
+from rllm.backends.base import DEFAULT_ADAPTER, INITIAL_ADAPTER, Backend, Losses, LossSpec, refuse_impossible
 from rllm.collect import collect
 from rllm.config.load import Resolved, load_config
 from rllm.config.schema import Config
 from rllm.data.dataset import Dataset, load_dataset
 from rllm.early_stop import EarlyStop, check_early_stop
 from rllm.errors import ConfigError, DataError, ModelError, RunError
-from rllm.lora.files import match_config_to_adapter
 from rllm.rollouts.batch import Rollouts, stable_seed
 from rllm.tracking.run_folder import RunFolder
 from rllm.tracking.trackers import make_trackers
@@ -65,8 +64,8 @@ class AgentTrainer:
             refuse_impossible(self.config, self.resolved.provenance)
         self.flow, self.workflow_class, self.workflow_args = agent_flow, workflow_class, workflow_args or {}
         self.evaluator = evaluator
-        self.train_dataset = _dataset(train_dataset, self.config.data.train_files, "train", self.config)
-        self.val_dataset = _dataset(val_dataset, self.config.data.val_files, "val", self.config)
+        self.train_dataset = dataset_of(train_dataset, self.config.data.train_files, "train", self.config)
+        self.val_dataset = dataset_of(val_dataset, self.config.data.val_files, "val", self.config)
         self._given_backend = backend if backend is not None and not isinstance(backend, str) else None
 
     def train(self) -> dict[str, Any]:
@@ -113,7 +112,7 @@ class _Run:
     def run(self) -> dict[str, Any]:
         config = self.trainer.config
         total, validated = self.total, {}
-        facts = self.backend.describe() | {"notes": self.trainer.resolved.notes}
+        facts = self.backend.describe() | {"notes": [*self.trainer.resolved.notes, *self.rollouts.runner.notes]}
         for tracker in self.trackers:
             tracker.start(facts, total)
         try:
@@ -292,49 +291,6 @@ class _Run:
         return result
 
 
-def evaluate(
-    *,
-    agent_flow: Any = None,
-    workflow_class: type | None = None,
-    workflow_args: dict[str, Any] | None = None,
-    evaluator: Any = None,
-    config: Any = None,
-    dataset: Any = None,
-    adapter: str | None = None,
-    ks: Sequence[int] = (1,),
-) -> dict[str, Any]:
-    """Run the flow on a dataset without training: mean metrics, pass@1 and unbiased pass@k.
-
-    `adapter` is a PEFT folder to sample with; None samples the base model alone. ``rollout.n_val`` episodes a task.
-    """
-    resolved = config if isinstance(config, Resolved) else load_config(base=config, training=False)
-    config = resolved.config.model_copy(deep=True)
-    config.lora.adapter_path = adapter
-    if adapter:
-        config = match_config_to_adapter(config)
-    config.rollout.n_val = max(config.rollout.n_val, *ks)
-    tasks = _dataset(dataset, config.data.val_files, "val", config)
-    if tasks is None:
-        raise DataError("no tasks to evaluate on: give dataset=, or data.val_files=<file or built-in name>")
-    started = time.monotonic()
-    backend = create_backend(config)
-    try:
-        with Rollouts(backend, config, agent_flow, workflow_class, workflow_args or {}, evaluator) as rollouts:
-            name = DEFAULT_ADAPTER if adapter else BASE
-            episodes = rollouts.run(list(tasks), n=config.rollout.n_val, validation=True, adapter=name)
-    finally:
-        backend.close()
-    return {
-        "model": config.model.path,
-        "adapter": adapter,
-        "tasks": len(tasks),
-        "episodes": len(episodes),
-        "failed": sum(episode.failed for episode in episodes),
-        "metrics": validation_metrics(episodes, sorted({1, *ks})),
-        "seconds": round(time.monotonic() - started, 2),
-    }
-
-
 def create_backend(config: Config) -> Backend:
     """The backend that ``config.backend`` names, with its model loaded."""
     refuse_impossible(config, training=False)
@@ -380,7 +336,8 @@ def total_steps(dataset: Dataset | None, config: Config) -> int:
     return math.ceil(len(dataset or ()) / config.data.train_batch_size) * config.trainer.total_epochs
 
 
-def _dataset(given: Any, files: Any, split: str, config: Config) -> Dataset | None:
+def dataset_of(given: Any, files: Any, split: str, config: Config) -> Dataset | None:
+    """What is given (a dataset or rows), else what the config names; None where there is neither."""
     if given is None and files is None:
         return None
     dataset = given if isinstance(given, Dataset) else Dataset(given, split=split) if given is not None else None

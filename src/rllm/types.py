@@ -10,7 +10,7 @@ import itertools
 import re
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +225,29 @@ class Episode:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-ready data (what `episodes.jsonl` holds)."""
         return _plain(asdict(self))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Episode:
+        """The episode that `to_dict` wrote. What was no plain data then (objects in `output` or `metadata`) is text now. Fields that
+        are not an episode's are passed over."""
+
+        def own(kind: Any, values: Mapping[str, Any], **more: Any) -> Any:
+            known = {f.name: values[f.name] for f in fields(kind) if f.name in values}
+            return kind(**(known | more))
+
+        trajectories = [
+            own(Trajectory, t, steps=[own(Step, s) for s in t.get("steps") or ()])
+            for t in data.get("trajectories") or ()
+        ]
+        task, reason = data.get("task"), data.get("termination_reason")
+        paths = {name: None for name in ("dataset_dir", "sub_dir")}
+        return own(
+            cls,
+            data,
+            task=own(Task, task, **paths) if isinstance(task, Mapping) and "id" in task else task,
+            trajectories=trajectories,
+            termination_reason=TerminationReason(reason) if reason else None,
+        )
 
 
 @dataclass

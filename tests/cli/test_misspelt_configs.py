@@ -129,11 +129,34 @@ def test_the_command_itself_answers_within_a_second():
 def test_names_that_the_flows_own_module_may_define_are_judged_after_it_ran(tmp_path, monkeypatch, capsys):
     flow = tmp_path / "a_flow_that_brings_an_estimator.py"
     flow.write_text("print('user code ran')\nimport rllm\n")
-    for argument, ran in (("algorithm.adv_estimator=my_own", True), ("rollout.n=1", False)):
+    for argument, ran in (
+        ("algorithm.adv_estimator=my_own", True),
+        ("algorithm.per_role={judge: my_own}", True),
+        ("algorithm.per_role={judge: {loss: my_own}}", True),
+        ("rollout.n=1", False),
+    ):
         monkeypatch.setattr(sys, "argv", ["rllm", "train", str(flow), argument])
         with pytest.raises(SystemExit):
             main()
         assert ("user code ran" in capsys.readouterr().out) == ran
+
+
+def test_an_estimator_and_a_loss_of_one_role_may_come_from_the_flows_own_module(tmp_path):
+    flow = tmp_path / "brings_both.py"
+    flow.write_text(
+        "import rllm\n\n"
+        "@rllm.register_advantage('brought')\ndef brought(groups):\n    raise AssertionError\n\n"
+        "@rllm.register_loss('brought_too')\ndef brought_too(*given):\n    raise AssertionError\n\n"
+        "@rllm.rollout\nasync def flow(task, config):\n    pass\n\n"
+        "@rllm.evaluator\ndef evaluate(task, episode):\n    return 0.0\n"
+    )
+    for names, code in (("adv_estimator: brought, loss: brought_too", 0), ("adv_estimator: bruoght", 2)):
+        argument = f"algorithm.per_role={{judge: {{{names}}}}}"
+        command = [sys.executable, "-m", "rllm.cli", "train", str(flow), argument, "--show-config"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+        if code:
+            assert "per_role.judge.adv_estimator=bruoght: unknown (did you mean 'brought'?)" in said(2, done.stderr)
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ class Client:
         steps = [Step() for _ in calls]
         for step, call in zip(steps, calls.values(), strict=True):
             step.fill(call.output)
-        rows = rows_of(Trajectory(steps=steps), 1.0)
+        rows = rows_of(Trajectory(steps=steps), [1.0] * len(steps))
         trained = [
             (token, logprob)
             for row in rows

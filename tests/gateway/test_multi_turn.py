@@ -63,7 +63,7 @@ class Talk:
         steps = [Step() for _ in self.session.recorded()]
         for step, call in zip(steps, self.session.recorded().values(), strict=True):
             step.fill(call.output)
-        return rows_of(Trajectory(steps=steps), 1.0)
+        return rows_of(Trajectory(steps=steps), [1.0] * len(steps))
 
 
 def tokens_of(call: Call) -> list[int]:

@@ -18,7 +18,7 @@ STITCH = [case for case in CASES if case["kind"] == "token_stitch"]
 def stitch(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of recorded turns."""
     steps = [Step(prompt_ids=t["prompt"], response_ids=t["completion"], logprobs=t["logp"]) for t in turns]
-    rows = rows_of(Trajectory(steps=steps), advantage=1.0)
+    rows = rows_of(Trajectory(steps=steps), [1.0] * len(steps))
     return [{"tokens": row.ids, "mask": row.mask, "logp": row.logprobs} for row in rows]
 
 

@@ -56,7 +56,9 @@ def run(gateway: Gateway, backend: Any) -> Run:
         on_episode: Any = None,
         **settings: Any,
     ) -> list[Episode]:
-        config = Config.model_validate({"rollout": {"temperature": 0.7, "val_temperature": 0.2} | settings})
+        config = Config.model_validate(
+            {"rollout": {"temperature": 0.7, "val_temperature": 0.2, "reward_workers": 0} | settings}
+        )
         runner = EpisodeRunner(
             gateway,
             flow=flow,
@@ -245,6 +247,82 @@ def test_an_episode_that_does_not_end_is_timed_out_and_the_others_are_done(run: 
     assert [episode.failed for episode in episodes] == [True, False, False, False]
     assert episodes[0].termination_reason is TerminationReason.TIMEOUT
     assert episodes[0].error == "no result within 1 s (rollout.episode_timeout_s)"
+
+
+def test_a_tight_loop_in_an_async_flow_is_told_ended_and_the_others_go_on(run: Run, caplog: Any) -> None:
+    @rllm.rollout
+    async def computes(task: Task, config: AgentConfig) -> None:
+        await ask(config, task.id)
+        while task.id == "t0":
+            pass
+
+    started = time.monotonic()
+    episodes = run(computes, tasks=4, episode_timeout_s=4.0)
+    assert time.monotonic() - started < 10
+    assert [episode.failed for episode in episodes] == [True, False, False, False]
+    assert "BlockedLoop" in (episodes[0].error or "") and "in computes" in (episodes[0].error or "")
+    assert "has blocked the event loop" in caplog.text and "in computes" in caplog.text
+
+
+def test_a_tight_loop_in_a_sync_flow_ends_with_its_thread(run: Run) -> None:
+    @rllm.rollout
+    def spins(task: Task, config: AgentConfig) -> None:
+        while True:
+            pass
+
+    [episode] = run(spins, episode_timeout_s=0.5)
+    assert episode.termination_reason is TerminationReason.TIMEOUT
+    deadline = time.monotonic() + 5
+    while any(thread.name == "rllm-spins" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "its thread still runs"
+        time.sleep(0.02)
+
+
+def test_a_sync_flow_in_one_long_call_is_left_behind_and_holds_up_nobody(run: Run) -> None:
+    """What remains: a daemon thread until its call returns."""
+    release = threading.Event()
+
+    @rllm.rollout
+    def sleeps(task: Task, config: AgentConfig) -> None:
+        release.wait(60)
+
+    started = time.monotonic()
+    assert [e.termination_reason for e in run(sleeps, tasks=3, episode_timeout_s=0.5)] == [
+        TerminationReason.TIMEOUT
+    ] * 3
+    assert time.monotonic() - started < 5
+    release.set()
+
+
+def test_a_termination_event_in_a_flow_ends_it_with_that_reason_and_keeps_what_was_recorded(run: Run) -> None:
+    @rllm.rollout(name="solver")
+    async def stops(task: Task, config: AgentConfig) -> None:
+        await ask(config, task.id)
+        raise TerminationEvent(TerminationReason.MAX_TURNS_EXCEEDED)
+
+    [episode] = run(stops)
+    assert episode.termination_reason is TerminationReason.MAX_TURNS_EXCEEDED and not episode.failed
+    [trajectory] = episode.trajectories
+    assert (trajectory.name, trajectory.reward, len(trajectory.steps)) == ("solver", 1.0, 1)
+
+
+def test_an_episode_cut_at_its_most_tokens_is_flagged_unless_the_flow_says_how_it_ended(run: Run) -> None:
+    @rllm.rollout
+    async def talks(task: Task, config: AgentConfig) -> Episode:
+        client = SHARED.with_options(base_url=config.base_url)
+        messages: Any = [{"role": "user", "content": task.id}]
+        response = await client.chat.completions.create(model=config.model, messages=messages, max_tokens=3)
+        said = TerminationReason.ENV_DONE if task.id == "t1" else None
+        return Episode(trajectories=[Trajectory(steps=[Step(id=response.id)])], termination_reason=said)
+
+    seen: list[Any] = []
+    flagged, said = run(talks, evaluator=lambda task, episode: seen.append(episode.termination_reason) or 1.0, tasks=2)
+    assert set(seen) == {TerminationReason.MAX_RESPONSE_LENGTH_EXCEEDED, TerminationReason.ENV_DONE}, (
+        "the evaluator is told"
+    )
+    assert len(flagged.trajectories[0].steps[0].response_ids) == 3
+    assert flagged.termination_reason is TerminationReason.MAX_RESPONSE_LENGTH_EXCEEDED and not flagged.failed
+    assert said.termination_reason is TerminationReason.ENV_DONE
 
 
 def test_a_timeout_ends_the_sampling_it_waited_for(run: Run, backend: Any) -> None:

@@ -10,7 +10,7 @@ import rllm
 from rllm.backends.local.backend import LocalBackend
 from rllm.data.countdown import countdown
 from rllm.errors import RunError
-from rllm.trainer import evaluate
+from rllm.evaluation import evaluate
 
 ROLES = {"lora": {"per_role": {"solver": {"rank": 4}, "judge": {"rank": 2}}}}
 

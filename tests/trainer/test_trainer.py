@@ -17,8 +17,9 @@ from solver_judge_flow import SolverJudgeWorkflow, solver_judge, solver_judge_ev
 import rllm
 from rllm.data.countdown import countdown
 from rllm.errors import ConfigError, DataError, ModelError, RunError
+from rllm.evaluation import evaluate
 from rllm.rollouts.batch import stable_seed
-from rllm.trainer import evaluate, task_batches
+from rllm.trainer import task_batches
 
 ROOT = Path(__file__).parents[2]
 SMALL = {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -110,12 +112,27 @@ def evaluate(
     overrides: Overrides = None,
     config: ConfigFiles = None,
     adapter: Annotated[str, typer.Option(help="PEFT folder to sample with, or none: the model alone")] = "none",
-    model: Annotated[str | None, typer.Option(help="The same as model.path=")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The same as model.path=; with --base-url the endpoint's name of the model")
+    ] = None,
     n: Annotated[
         int | None, typer.Option(min=1, help="Episodes per task (default: rollout.n_val, at least the largest k)")
     ] = None,
     k: Annotated[str, typer.Option(help="Values of k for the unbiased pass@k, e.g. 1,4")] = "1",
     out: Annotated[Path | None, typer.Option(help="Also write the JSON result here")] = None,
+    base_url: Annotated[
+        str | None, typer.Option(help="Evaluate what this OpenAI endpoint serves, e.g. http://127.0.0.1:8000/v1")
+    ] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(metavar="VAR", help="Environment variable with the endpoint's API key")
+    ] = None,
+    episodes: Annotated[
+        Path | None,
+        typer.Option(help="JSONL file to which each episode is written (with --base-url: one in trainer.run_dir)"),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with --episodes: run what is missing or failed")
+    ] = False,
 ) -> None:
     """Run a flow on its validation tasks without training, and print the result as JSON."""
     from rllm.cli.target import load_target
@@ -126,24 +143,46 @@ def evaluate(
         raise ConfigError(f"--k {k!r}: expected whole numbers with commas, e.g. 1,4") from None
     if not ks or ks[0] < 1:
         raise ConfigError(f"--k {k!r}: every k must be at least 1")
-    extra = [*([f"model.path={model}"] if model else []), *([f"rollout.n_val={n}"] if n else [])]
+    if api_key_env is not None and api_key_env not in os.environ:
+        raise ConfigError(
+            f"--api-key-env {api_key_env}: there is no such environment variable; set it, or leave the option out"
+        )
+    own_model = [f"model.path={model}"] if model and base_url is None else []
+    extra = [*own_model, *([f"rollout.n_val={n}"] if n else [])]
     if out is not None and not out.resolve().parent.is_dir():
         raise ConfigError(f"--out {out}: the folder {out.parent} does not exist; make it first, or name another")
     arguments = [*(overrides or ()), *extra]
     _check_first(target, config or (), arguments, training=False)
     found = load_target(target)
     resolved = load_config(config or (), arguments, defaults=found.defaults, training=False)
-    from rllm.trainer import evaluate as run
+    from rllm.evaluation import evaluate as run
 
-    result = run(
-        agent_flow=found.flow,
-        workflow_class=found.workflow_class,
-        evaluator=found.evaluator,
-        config=resolved,
-        dataset=_dataset(found.val_dataset, resolved, resolved.config.data.val_files),
-        adapter=None if adapter.lower() == "none" else adapter,
-        ks=ks,
-    )
+    if base_url is not None and episodes is None and not resume:
+        episodes = Path(resolved.config.trainer.run_dir) / f"eval-{datetime.now():%Y%m%d-%H%M%S}.jsonl"
+        episodes.parent.mkdir(parents=True, exist_ok=True)
+        typer.echo(f"episodes go to {episodes}", err=True)
+    try:
+        result = run(
+            agent_flow=found.flow,
+            workflow_class=found.workflow_class,
+            evaluator=found.evaluator,
+            config=resolved,
+            dataset=_dataset(found.val_dataset, resolved, resolved.config.data.val_files),
+            adapter=None if adapter.lower() == "none" else adapter,
+            ks=ks,
+            base_url=base_url,
+            model=model if base_url is not None else None,
+            api_key=os.environ[api_key_env] if api_key_env else None,
+            episodes=episodes,
+            resume=resume,
+        )
+    except KeyboardInterrupt:
+        if episodes is not None:
+            typer.echo(
+                f"stopped; what ended is in {episodes}: the same command with --episodes {episodes} --resume goes on",
+                err=True,
+            )
+        raise
     text = json.dumps(result, indent=2)
     if out is not None:
         out.write_text(text + "\n")

@@ -6,7 +6,7 @@ Data, and the few rules that need more than a table. Knows no files and no schem
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rllm.config.foreign import ACTOR, MODEL, ROLLOUT
@@ -50,7 +50,7 @@ ALIASES: dict[str, str] = {
     f"{ACTOR}.clip_ratio_high": "algorithm.clip_ratio_high",
     f"{ACTOR}.loss_agg_mode": "algorithm.loss_agg_mode",
     f"{ACTOR}.kl_loss_coef": "algorithm.kl_beta",
-    f"{ACTOR}.use_kl_loss": "algorithm.kl_beta",  # see settle_kl
+    f"{ACTOR}.use_kl_loss": "algorithm.kl_beta",  # see fate.settle_kl
     f"{ACTOR}.ppo_mini_batch_size": "algorithm.mini_batch_size",
     f"{ACTOR}.ppo_epochs": "algorithm.ppo_epochs",
     f"{ACTOR}.optim.lr_warmup_steps": "optim.warmup_steps",
@@ -74,7 +74,7 @@ ALIASES: dict[str, str] = {
     f"{ROLLOUT}.val_kwargs.temperature": "rollout.val_temperature",
     "data.val_max_samples": "data.val_size",
     "algorithm.norm_adv_by_std_in_grpo": "algorithm.grpo_std",
-    "algorithm.use_kl_in_reward": "algorithm.kl_in_reward",  # see settle_kl
+    "algorithm.use_kl_in_reward": "algorithm.kl_in_reward",  # see fate.settle_kl
     "algorithm.rollout_correction.rollout_is": "algorithm.rollout_correction.level",
     "algorithm.rollout_correction.rollout_is_threshold": "algorithm.rollout_correction.cap",
     "algorithm.rollout_correction.bypass_mode": "algorithm.old_logprobs",
@@ -105,8 +105,8 @@ ALIASES: dict[str, str] = {
     "rllm.trainer.experiment_name": "trainer.experiment_name",
     "rllm.algorithm.adv_estimator": "algorithm.adv_estimator",
     "rllm.algorithm.norm_adv_by_std_in_grpo": "algorithm.grpo_std",
-    "rllm.algorithm.use_precomputed_advantage": "algorithm.adv_estimator",  # see settle_advantages
-    "rllm.stepwise_advantage.enable": "algorithm.stepwise",  # see settle_advantages
+    "rllm.algorithm.use_precomputed_advantage": "algorithm.adv_estimator",  # see fate.settle_advantages
+    "rllm.stepwise_advantage.enable": "algorithm.stepwise",  # see fate.settle_advantages
     "rllm.stepwise_advantage.mode": "algorithm.stepwise",
     "rllm.algorithm.kl_beta": "algorithm.kl_beta",
     "rllm.algorithm.loss_fn": "algorithm.loss",
@@ -334,54 +334,6 @@ KL_SWITCHES = (
 # Keys that switch a field on and off and are not its value.
 SWITCHES = frozenset({STEPWISE, PRECOMPUTED, *(switch for switch, _, _ in KL_SWITCHES)})
 VLLM_MAX_RANK = 512
-
-
-def settle_kl(entries: Sequence[Entry]) -> list[Entry]:
-    """verl switches each of its KL terms on with one key and weighs it with another (default 0.001); here one weight says both.
-
-    Switched off, the weight is 0 whatever the coefficient says; switched on without a coefficient, it is verl's default.
-    """
-    settled = list(entries)
-    for switch, coefficient, weight in KL_SWITCHES:
-        settled = _settle_switch(settled, switch, coefficient, weight)
-    return settled
-
-
-def _settle_switch(entries: Sequence[Entry], switch: str, coefficient: str, weight: str) -> list[Entry]:
-    given = next((entry for entry in reversed(entries) if entry.key == switch), None)
-    if given is None:
-        return list(entries)
-    if not isinstance(given.value, bool):
-        raise ConfigError(f"{given.source}: {switch}={given.value!r}: allowed are true and false")
-    value: float | None = 0.0
-    if given.value:
-        # Where the coefficient is no key of its own here, the switch takes it over.
-        own = next((e.value for e in reversed(entries) if e.key == coefficient), None)
-        known = any(e.key == weight or (e.key == coefficient and coefficient in ALIASES) for e in entries)
-        value = None if known else VERL_KL_COEF if own is None else own
-    dropped = {switch} if value is None else {switch, coefficient}
-    settled = [replace(e, value=value, raw=None) if e is given and value is not None else e for e in entries]
-    return [e for e in settled if e.key not in dropped or (e.key == switch and e.value is value and value is not None)]
-
-
-def settle_advantages(entries: Sequence[Entry]) -> list[Entry]:
-    """rLLM has switches where one word says it here: stepwise advantages that are not enabled are broadcast, whatever their mode, and
-    precomputed advantages are an estimator."""
-    settled = list(entries)
-    for key, on, other in ((STEPWISE, None, STEPWISE_MODE), (PRECOMPUTED, "precomputed", None)):
-        switch = next((entry for entry in reversed(settled) if entry.key == key), None)
-        if switch is None:
-            continue
-        if not isinstance(switch.value, bool):
-            raise ConfigError(f"{switch.source}: {key}={switch.value!r}: allowed are true and false")
-        word = on if switch.value else "broadcast" if key == STEPWISE else None
-        dropped = {key} if switch.value or other is None else {key, other}
-        settled = [
-            replace(entry, value=word, raw=None) if entry is switch and word else entry
-            for entry in settled
-            if entry.key not in dropped or (entry is switch and word)
-        ]
-    return settled
 
 
 def check_engine_rank(entries: Sequence[Entry], ranks: Mapping[str, int]) -> None:

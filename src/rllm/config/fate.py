@@ -6,11 +6,23 @@ Knows no files and no schema.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rllm.config.aliases import ALIASES, NO_EFFECT, ONLY, SPREAD, Entry, settle_advantages, settle_kl
+from rllm.config.aliases import (
+    ALIASES,
+    KL_SWITCHES,
+    NO_EFFECT,
+    ONLY,
+    PRECOMPUTED,
+    SPREAD,
+    STEPWISE,
+    STEPWISE_MODE,
+    VERL_KL_COEF,
+    Entry,
+)
 from rllm.config.foreign import MODEL, TREE_NO_EFFECT, TREE_ONLY
+from rllm.errors import ConfigError
 
 _NO_EFFECT = NO_EFFECT | TREE_NO_EFFECT
 
@@ -29,6 +41,54 @@ MEGATRON_LORA: dict[str, tuple[str, Any]] = {
 def settle(entries: Sequence[Entry]) -> list[Entry]:
     """What two keys of another tool say together, said with one."""
     return settle_advantages(settle_kl(settle_lora(entries)))
+
+
+def settle_kl(entries: Sequence[Entry]) -> list[Entry]:
+    """verl switches each of its KL terms on with one key and weighs it with another (default 0.001); here one weight says both.
+
+    Switched off, the weight is 0 whatever the coefficient says; switched on without a coefficient, it is verl's default.
+    """
+    settled = list(entries)
+    for switch, coefficient, weight in KL_SWITCHES:
+        settled = _settle_switch(settled, switch, coefficient, weight)
+    return settled
+
+
+def _settle_switch(entries: Sequence[Entry], switch: str, coefficient: str, weight: str) -> list[Entry]:
+    given = next((entry for entry in reversed(entries) if entry.key == switch), None)
+    if given is None:
+        return list(entries)
+    if not isinstance(given.value, bool):
+        raise ConfigError(f"{given.source}: {switch}={given.value!r}: allowed are true and false")
+    value: float | None = 0.0
+    if given.value:
+        # Where the coefficient is no key of its own here, the switch takes it over.
+        own = next((e.value for e in reversed(entries) if e.key == coefficient), None)
+        known = any(e.key == weight or (e.key == coefficient and coefficient in ALIASES) for e in entries)
+        value = None if known else VERL_KL_COEF if own is None else own
+    dropped = {switch} if value is None else {switch, coefficient}
+    settled = [replace(e, value=value, raw=None) if e is given and value is not None else e for e in entries]
+    return [e for e in settled if e.key not in dropped or (e.key == switch and e.value is value and value is not None)]
+
+
+def settle_advantages(entries: Sequence[Entry]) -> list[Entry]:
+    """rLLM has switches where one word says it here: stepwise advantages that are not enabled are broadcast, whatever their mode, and
+    precomputed advantages are an estimator."""
+    settled = list(entries)
+    for key, on, other in ((STEPWISE, None, STEPWISE_MODE), (PRECOMPUTED, "precomputed", None)):
+        switch = next((entry for entry in reversed(settled) if entry.key == key), None)
+        if switch is None:
+            continue
+        if not isinstance(switch.value, bool):
+            raise ConfigError(f"{switch.source}: {key}={switch.value!r}: allowed are true and false")
+        word = on if switch.value else "broadcast" if key == STEPWISE else None
+        dropped = {key} if switch.value or other is None else {key, other}
+        settled = [
+            replace(entry, value=word, raw=None) if entry is switch and word else entry
+            for entry in settled
+            if entry.key not in dropped or (entry is switch and word)
+        ]
+    return settled
 
 
 def settle_lora(entries: Sequence[Entry]) -> list[Entry]:

@@ -74,7 +74,7 @@ TREE_NO_EFFECT: dict[str, str] = {
     f"{ROLLOUT}.disaggregation.": PLACEMENT,
     f"{ROLLOUT}.checkpoint_engine.": "publishing copies the adapter inside the process",
     f"{ROLLOUT}.seed": SEED,
-    f"{ROLLOUT}.full_determinism": "the same seed samples the same tokens in any company",
+    f"{ROLLOUT}.full_determinism": "each call samples by a seed of its own, whatever is batched with it",
     f"{ROLLOUT}.cudagraph_capture_sizes": ENGINE,
     f"{ROLLOUT}.logprobs_mode": "log-probabilities are of the distribution sampled from, temperature included",
     f"{ROLLOUT}.scheduling_policy": ENGINE,

@@ -186,7 +186,24 @@ class RolloutConfig(Section):
     )
     max_batch: int = Field(default=128, gt=0, description="Most sequences the sampler decodes at once")
     max_concurrency: int = Field(default=128, gt=0, description="Most episodes running at once")
-    episode_timeout_s: float = Field(default=600.0, gt=0, description="Deadline of one episode, evaluator included")
+    max_tokens_in_flight: int | None = Field(
+        default=None,
+        gt=0,
+        description="Most tokens (prompt + most that may be sampled) of the calls being answered at once; others wait",
+    )
+    episode_timeout_s: float = Field(
+        default=600.0, gt=0, description="Deadline of one episode, the evaluator's own run included"
+    )
+    call_timeout_s: float | None = Field(
+        default=None, gt=0, description="Deadline of one model call, waiting included; default: the episode's alone"
+    )
+    reward_timeout_s: float = Field(default=60.0, gt=0, description="Deadline of one run of the evaluator")
+    reward_workers: int = Field(
+        default=2,
+        ge=0,
+        le=256,
+        description="Processes that run a sync evaluator, so that one that never returns can be ended; 0: a thread of this process",
+    )
     retries: int = Field(default=0, ge=0, description="How often a failed episode is tried again")
     max_failed_fraction: Fraction = Field(
         default=0.5, description="Above this share of failed episodes in a step the run stops with the first traceback"

@@ -184,7 +184,9 @@ def _answering(handler: Handler) -> Callable[[Request], Coroutine[Any, Any, Resp
 def _error(
     message: str, status: int, param: str | None = None, code: str | None = None, kind: str = "invalid_request_error"
 ) -> Response:
-    return _json({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
+    # A call that ran out of time is not tried again by the client: OpenAI's would do so for any 5xx.
+    headers = {"x-should-retry": "false"} if status == 504 else None
+    return _json({"error": {"message": message, "type": kind, "param": param, "code": code}}, status, headers)
 
 
 def _error_event(error: Exception) -> str:
@@ -198,9 +200,9 @@ def _log(error: Exception) -> None:
     logger.error("the model failed to answer: %s: %s", type(error).__name__, error)
 
 
-def _json(data: Any, status: int = 200) -> Response:
+def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     # ASCII: whatever a message quotes can be sent.
-    return Response(json.dumps(data), status, media_type="application/json")
+    return Response(json.dumps(data), status, headers, media_type="application/json")
 
 
 async def _body(request: Request) -> dict[str, Any]:

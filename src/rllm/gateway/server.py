@@ -1,27 +1,23 @@
-"""The gateway as a running thing: its own thread and event loop, so that no flow, however blocking, can stall it.
+"""The gateway as a running thing, with the sessions that are open.
 
-Knows threads, ports and sessions; routes are in `app.py`.
+Knows sessions; threads and ports are in `thread.py`, routes in `app.py`.
 """
 
 from __future__ import annotations
 
-import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 from rllm.backends.base import DEFAULT_ADAPTER, Backend
-from rllm.errors import UserError
-from rllm.gateway.chat import ChatModel
+from rllm.gateway.chat import ChatModel, SessionEngine
 from rllm.gateway.recorder import Session
+from rllm.gateway.thread import AppThread
 from rllm.types import AgentConfig
 
-START_TIMEOUT_S = 30.0
 
-
-class Gateway:
+class Gateway(AppThread):
     """An OpenAI endpoint on loopback over `backend`. Use as ``with`` or call `start` and `stop`."""
 
     def __init__(
@@ -37,58 +33,27 @@ class Gateway:
     ):
         """`models`: what may be asked for outside of sessions, each with its adapter; the first answers where none is named.
         `roles` have an adapter of their own."""
-        self.host, self.port = host, port
+        super().__init__(host, port)
         self.model = ChatModel(backend, max_prompt_length, default_max_tokens)
         self.models = dict(models or {backend.model_name: DEFAULT_ADAPTER})
         self.roles = tuple(roles)
         self._sessions: dict[str, Session] = {}
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._server: Any = None
-        self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Listen; returns when requests are answered."""
-        import uvicorn
-
+    def make_app(self) -> Any:
         from rllm.gateway.app import create_app
 
-        listener = bind(self.host, self.port)
-        self.port = listener.getsockname()[1]
-        app = create_app(self.model, self._sessions.get, self.models)
-        config = uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=3600, backlog=2048
-        )
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [listener]}, name="rllm-gateway", daemon=True
-        )
-        self._thread.start()
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._server.started:
-            if time.monotonic() > deadline or not self._thread.is_alive():
-                raise UserError(f"the gateway did not start on {self.host}:{self.port}; its log above says why")
-            time.sleep(0.005)
+        return create_app(self.model, self._sessions.get, self.models)
 
     def stop(self) -> None:
         """End the thread and free the port; calls under way are cancelled."""
-        if self._server is not None and self._thread is not None:
-            self._server.should_exit = True
-            self._server.force_exit = True
-            self._thread.join()
-        self._server = self._thread = None
+        super().stop()
         self._sessions.clear()
 
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+    def engine(self, session: Session) -> SessionEngine:
+        """The model as a workflow sees it."""
+        return SessionEngine(self.model, session)
 
     def open_session(
         self,
@@ -127,18 +92,3 @@ class Gateway:
             sampling_params=dict(session.sampling),
             roles=self.roles,
         )
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, or an error that names the port and the key."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        raise UserError(
-            f"gateway.port={port}: cannot listen on {host}:{port} ({error.strerror}); choose another port, or 0 for any free one"
-        ) from error
-    return listener

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rllm.backends.base import DEFAULT_ADAPTER, Backend
 from rllm.config.schema import Config
 from rllm.errors import RunError
+from rllm.gateway.remote import RemoteGateway
 from rllm.gateway.server import Gateway
+from rllm.rollouts.limits import LimitedBackend
 from rllm.rollouts.runner import EpisodeRequest, EpisodeRunner
 from rllm.types import Episode, Task
 
@@ -23,22 +25,17 @@ class Rollouts:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Backend | None,
         config: Config,
         flow: Any,
         workflow_class: type | None,
         workflow_args: dict[str, Any],
         evaluator: Any,
+        gateway: RemoteGateway | None = None,
     ):
+        """`gateway` stands in for the backend's own; the backend may then be None."""
         self.config = config
-        self.gateway = Gateway(
-            backend,
-            host=config.gateway.host,
-            port=config.gateway.port,
-            max_prompt_length=config.data.max_prompt_length,
-            default_max_tokens=config.data.max_response_length,
-            roles=[] if config.lora.per_role == "shared" else list(config.lora.per_role),
-        )
+        self.gateway = gateway or self._own_gateway(backend, config)
         self.runner = EpisodeRunner(
             self.gateway,
             flow=flow,
@@ -46,6 +43,19 @@ class Rollouts:
             workflow_args=workflow_args,
             evaluator=evaluator,
             config=config,
+        )
+
+    @staticmethod
+    def _own_gateway(backend: Backend | None, config: Config) -> Gateway:
+        assert backend is not None
+        limits = config.rollout
+        return Gateway(
+            LimitedBackend.over(backend, limits.max_tokens_in_flight, limits.call_timeout_s),
+            host=config.gateway.host,
+            port=config.gateway.port,
+            max_prompt_length=config.data.max_prompt_length,
+            default_max_tokens=config.data.max_response_length,
+            roles=[] if config.lora.per_role == "shared" else list(config.lora.per_role),
         )
 
     def __enter__(self) -> Rollouts:
@@ -65,9 +75,14 @@ class Rollouts:
         attempt: int = 0,
         validation: bool = False,
         adapter: str = DEFAULT_ADAPTER,
+        known: Mapping[str, Episode] | None = None,
+        on_episode: Callable[[Episode], None] | None = None,
     ) -> list[Episode]:
         """`n` episodes of every task, in task order, sampled anew for each `attempt` of a step. Too many failures stop the run with
-        the first traceback."""
+        the first traceback.
+
+        `known` holds episodes, by id, that need not be run; `on_episode` hears of each other one as it ends.
+        """
         seed = self.config.trainer.seed
         label = "val" if validation else f"{step}/{attempt}" if attempt else str(step)
         requests = [
@@ -75,8 +90,11 @@ class Rollouts:
             for task in tasks
             for k in range(n)
         ]
-        episodes = self.runner.run(requests)
+        known = known or {}
+        ran = iter(self.runner.run([request for request in requests if request.uid not in known], on_episode))
+        episodes = [known[request.uid] if request.uid in known else next(ran) for request in requests]
         failed = [episode for episode in episodes if episode.failed]
+        _keep_once(failed)
         if failed and len(failed) > self.config.rollout.max_failed_fraction * len(episodes):
             raise RunError(
                 f"{len(failed)} of {len(episodes)} episodes failed, more than rollout.max_failed_fraction="
@@ -85,6 +103,15 @@ class Rollouts:
                 f"{failed[0].error or ''}"
             )
         return episodes
+
+
+def _keep_once(failed: Sequence[Episode]) -> None:
+    """Of tracebacks that are the same, the first is kept; the others name the episode that has it."""
+    first: dict[str, str] = {}
+    for episode in failed:
+        error = episode.error or ""
+        if first.setdefault(error, episode.id) != episode.id and "\n" in error.strip():
+            episode.error = f"{error.strip().rpartition(chr(10))[2]} (the same traceback as episode {first[error]})"
 
 
 def stable_seed(*parts: object) -> int:

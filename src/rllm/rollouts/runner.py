@@ -16,20 +16,24 @@ from typing import Any, TypeVar
 from rllm.backends.base import DEFAULT_ADAPTER
 from rllm.config.schema import Config
 from rllm.flow import Evaluator, RolloutFlow, Workflow, apply_evaluation, apply_workflow_rewards, as_episode
-from rllm.gateway.chat import SessionEngine
 from rllm.gateway.recorder import Session
+from rllm.gateway.remote import RemoteGateway
 from rllm.gateway.server import Gateway
 from rllm.rollouts.enrich import enrich
-from rllm.types import Episode, Task, TerminationEvent, TerminationReason, new_id
+from rllm.rollouts.rewards import RewardError, RewardPool, RewardTimeout, reference_to
+from rllm.rollouts.watchdog import Watchdog
+from rllm.types import Episode, Task, TerminationEvent, TerminationReason, Trajectory, new_id
 
 # Of a failed episode's traceback this much is kept.
 TRACEBACK_CHARACTERS = 8000
+# So long may a cancelled flow clean up.
+CANCEL_GRACE_S = 2.0
 _loops = threading.local()
 T = TypeVar("T")
 
 
 class OutOfTime(Exception):
-    """An episode's deadline passed."""
+    """A deadline of the episode passed."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class EpisodeRunner:
 
     def __init__(
         self,
-        gateway: Gateway,
+        gateway: Gateway | RemoteGateway,
         *,
         flow: Any = None,
         workflow_class: type | None = None,
@@ -65,16 +69,35 @@ class EpisodeRunner:
         self.workflow_class, self.workflow_args = workflow_class, workflow_args or {}
         self.settings = config.rollout
         self.max_tokens = config.rollout.max_tokens or config.data.max_response_length
+        self.notes: list[str] = []
+        self._pool = self._reward_pool()
 
     def run(
         self, requests: Sequence[EpisodeRequest], on_episode: Callable[[Episode], None] | None = None
     ) -> list[Episode]:
         """All of `requests`, in their order. Ctrl-C cancels what runs and is passed on."""
+        if self._pool is not None and requests:
+            self._pool.warm()
         return _loop_of_thread().run(self._run(requests, on_episode))
 
     def close(self) -> None:
-        """End whatever flows left running."""
+        """End whatever flows left running, and the processes of the evaluator."""
+        if self._pool is not None:
+            self._pool.close()
         _loop_of_thread().run(_cancel_others())
+
+    def _reward_pool(self) -> RewardPool | None:
+        """Processes for the evaluator, or None and a note why it runs in this process."""
+        if self.evaluator is None or not self.settings.reward_workers:
+            return None
+        found = reference_to(self.evaluator)
+        if isinstance(found, str):
+            self.notes.append(
+                f"the evaluator {self.evaluator.name!r} runs in this process, where code that never returns cannot be ended for "
+                f"certain: {found}"
+            )
+            return None
+        return RewardPool(found, self.settings.reward_workers)
 
     async def _run(
         self, requests: Sequence[EpisodeRequest], on_episode: Callable[[Episode], None] | None
@@ -88,18 +111,22 @@ class EpisodeRunner:
                 on_episode(episode)
             return episode
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(request)) for request in requests]
+        # A flow that blocks the loop uses up everybody's time, so it is ended while the others have some left.
+        with Watchdog(self.settings.episode_timeout_s / 2):
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(request)) for request in requests]
         return [task.result() for task in tasks]
 
     async def run_episode(self, request: EpisodeRequest) -> Episode:
         """One episode, tried again up to ``rollout.retries`` times if it fails. Never raises for a fault of flow or evaluator."""
-        attempt = 0
+        reasons: list[str] = []
         while True:
-            episode = await self._attempt(request, attempt)
-            if not episode.failed or attempt >= self.settings.retries:
+            episode = await self._attempt(request, len(reasons))
+            if reasons:
+                episode.metadata |= {"retries": len(reasons), "retry_reasons": reasons}
+            if not episode.failed or len(reasons) >= self.settings.retries:
                 return episode
-            attempt += 1
+            reasons.append((episode.error or "").strip().rpartition("\n")[2])
 
     async def _attempt(self, request: EpisodeRequest, attempt: int) -> Episode:
         session = self.gateway.open_session(
@@ -112,31 +139,55 @@ class EpisodeRunner:
         episode = Episode(id=request.uid, task=request.task)
         try:
             run = self._run_flow if self.flow is not None else self._run_workflow
+            ends = asyncio.get_running_loop().time() + self.settings.episode_timeout_s
             await _within(self.settings.episode_timeout_s, "rollout.episode_timeout_s", run(request, session, episode))
+            if self.flow is not None:
+                await self._evaluate(request.task, episode, ends)
         except OutOfTime as error:
             episode.termination_reason, episode.error = TerminationReason.TIMEOUT, str(error)
+        except RewardError as error:
+            episode.termination_reason = TerminationReason.ERROR
+            episode.error = str(error)[-TRACEBACK_CHARACTERS:]
         except Exception:
             episode.termination_reason = TerminationReason.ERROR
             episode.error = traceback.format_exc()[-TRACEBACK_CHARACTERS:]
         finally:
             self.gateway.close_session(session)
         episode.session_id = session.uid
-        if attempt:
-            episode.metadata["retries"] = attempt
         return episode
 
     # Both of these fill `episode` as they go, so that a failed one still shows what it had.
 
     async def _run_flow(self, request: EpisodeRequest, session: Session, episode: Episode) -> None:
-        given = await self.flow.arun(request.task, self.gateway.agent_config(session, request.task.metadata))
+        try:
+            given = await self.flow.arun(request.task, self.gateway.agent_config(session, request.task.metadata))
+        except TerminationEvent as event:  # what was recorded until then is the episode
+            given = Episode(trajectories=[Trajectory(name=self.flow.name)], termination_reason=event.reason)
         _take_over(episode, given)
         enrich(episode, session)
-        output = await self.evaluator.aevaluate(request.task, episode)
+
+    async def _evaluate(self, task: Task, episode: Episode, ends: float) -> None:
+        """Reward `episode` within ``rollout.reward_timeout_s`` and what is left of the episode's own time (`ends`, of the loop's
+        clock). Waiting for a process that is busy or starts does not count."""
+        _flag_truncation(episode)
+        limit, said, name = self.settings.reward_timeout_s, self.settings.reward_timeout_s, "rollout.reward_timeout_s"
+        left = ends - asyncio.get_running_loop().time()
+        if left < limit:
+            limit, said, name = max(left, 0.01), self.settings.episode_timeout_s, "rollout.episode_timeout_s"
+        if self._pool is None:
+            output = await _within(limit, name, self.evaluator.aevaluate(task, episode), said)
+        else:
+            try:
+                output, judged = await self._pool.evaluate(task, episode, limit)
+            except RewardTimeout as error:
+                where = f"; the evaluator was at\n{error}" if str(error) else ""
+                raise OutOfTime(f"no reward within {said:g} s ({name}){where}") from error
+            _take_over(episode, judged)  # an evaluator may set rewards on the trajectories
         apply_evaluation(episode, output)
 
     async def _run_workflow(self, request: EpisodeRequest, session: Session, episode: Episode) -> None:
         assert self.workflow_class is not None
-        workflow: Workflow = self.workflow_class(SessionEngine(self.gateway.model, session), **self.workflow_args)
+        workflow: Workflow = self.workflow_class(self.gateway.engine(session), **self.workflow_args)
         instruction = request.task.instruction
         task = {"id": request.task.id, "question": instruction, "instruction": instruction} | request.task.metadata
         workflow.reset(task, request.uid)
@@ -156,6 +207,7 @@ class EpisodeRunner:
         elif not workflow.committed:
             raise TypeError(f"workflow {self.workflow_class.__name__} returned nothing and committed no trajectory")
         enrich(episode, session)
+        _flag_truncation(episode)
         apply_workflow_rewards(episode)
         if given is None:
             episode.is_correct = sum(trajectory.reward or 0.0 for trajectory in episode.trajectories) > 0
@@ -168,16 +220,40 @@ class EpisodeRunner:
         return {"temperature": temperature, "top_p": s.top_p, "max_tokens": self.max_tokens}
 
 
-async def _within(limit_s: float, name: str, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, or `OutOfTime`. A TimeoutError of the work's own stays what it is."""
-    deadline = asyncio.timeout(limit_s)
+async def _within(limit_s: float, name: str, work: Coroutine[Any, Any, T], said_s: float | None = None) -> T:
+    """The result of `work`, or `OutOfTime` that names the limit (as `said_s`, where that is the whole of which `limit_s` is the rest).
+    Work that does not let itself be cancelled is left behind, never waited for without end."""
+    task = asyncio.ensure_future(_no_exit(work))
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody may be left to ask
     try:
-        async with deadline:
-            return await work
-    except TimeoutError as error:
-        if deadline.expired():
-            raise OutOfTime(f"no result within {limit_s:g} s ({name})") from error
-        raise
+        await asyncio.wait({task}, timeout=limit_s)
+        if not task.done():
+            raise OutOfTime(f"no result within {said_s or limit_s:g} s ({name})")
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
+    try:
+        return task.result()
+    except (
+        asyncio.CancelledError
+    ) as error:  # not by us: a flow that cancels itself is an error of its own, not the end of the run
+        raise RuntimeError("the flow was cancelled from inside (asyncio.CancelledError)") from error
+
+
+async def _no_exit(work: Coroutine[Any, Any, T]) -> T:
+    """A SystemExit would end the event loop of everybody; as an error it ends this episode."""
+    try:
+        return await work
+    except SystemExit as error:
+        raise RuntimeError(f"the flow or evaluator ended with SystemExit: {error.code}") from error
+
+
+def _flag_truncation(episode: Episode) -> None:
+    """An episode whose last call was cut at its most tokens did not end by itself, unless the flow says how it ended."""
+    steps = [step for trajectory in episode.trajectories for step in trajectory.steps]
+    if episode.termination_reason is None and steps and steps[-1].finish_reason == "length":
+        episode.termination_reason = TerminationReason.MAX_RESPONSE_LENGTH_EXCEEDED
 
 
 def _take_over(episode: Episode, given: Episode) -> None:
@@ -202,4 +278,5 @@ async def _cancel_others() -> None:
     others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     for task in others:
         task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    if others:
+        await asyncio.wait(others, timeout=CANCEL_GRACE_S)

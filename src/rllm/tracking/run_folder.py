@@ -70,23 +70,23 @@ class RunFolder:
     def write_result(self, result: Mapping[str, Any]) -> None:
         """What the run came to. Written beside and moved into place, so that a reader never finds half of it."""
         part = self.path / "result.json.part"
-        part.write_text(json.dumps(_finite(result), indent=2, allow_nan=False) + "\n")
+        part.write_text(json.dumps(finite(result), indent=2, allow_nan=False) + "\n")
         part.replace(self.path / "result.json")
 
     def _append(self, name: str, rows: Sequence[Any]) -> None:
         with (self.path / name).open("a", encoding="utf-8") as file:
             for row in rows:
-                file.write(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False, default=str) + "\n")
+                file.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False, default=str) + "\n")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """The same data with null for numbers that are not finite: JSON has no NaN, and most readers refuse one."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
+        return {name: finite(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 

@@ -1,0 +1,300 @@
+"""A gateway to somebody else's OpenAI endpoint: calls are passed on as they are, and recorded by session without token ids.
+
+Knows HTTP and OpenAI's shapes; nothing of backends. For evaluation only: what has no token ids cannot be trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from rllm.errors import UserError
+from rllm.gateway.recorder import Call, Session
+from rllm.gateway.thread import AppThread
+from rllm.types import AgentConfig, Message, ModelOutput, TerminationEvent, TerminationReason, new_id
+
+# What may pass by itself: too many requests, and servers that are not there for a moment.
+TRANSIENT = (408, 429, 500, 502, 503, 504)
+ATTEMPTS = 4
+MOST_WAIT_S = 30.0
+CHECK_TIMEOUT_S = 30.0
+
+
+class RemoteGateway(AppThread):
+    """Serves sessions like `Gateway` does, from the endpoint at `base_url` (up to and with ``/v1``). The flow never sees the API key."""
+
+    roles: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str | None = None,
+        *,
+        api_key: str | None = None,
+        call_timeout_s: float | None = None,
+    ):
+        """`model` None: the first that the endpoint lists. An endpoint that does not answer or refuses the key is a `UserError`."""
+        super().__init__("127.0.0.1", 0)
+        self.base_url, self.call_timeout_s = base_url.rstrip("/"), call_timeout_s
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self.model_name = self._checked(model)
+        self._sessions: dict[str, Session] = {}
+        self._client: httpx.AsyncClient | None = None
+
+    def open_session(
+        self,
+        uid: str,
+        *,
+        seed: int = 0,
+        is_validation: bool = True,
+        sampling: Mapping[str, Any] | None = None,
+        adapter: str = "",
+    ) -> Session:
+        """Begin recording under `uid`. `sampling` goes with every call that does not say otherwise."""
+        if not is_validation:
+            raise ValueError("an endpoint without token ids can be evaluated, not trained")
+        session = Session(uid, seed, True, dict(sampling or {}), adapter)
+        self._sessions[uid] = session
+        return session
+
+    def take_counts(self) -> dict[str, float]:
+        """Nothing: a foreign endpoint tells no tokens, so there are no segments to count."""
+        return {}
+
+    def close_session(self, session: Session) -> None:
+        self._sessions.pop(session.uid, None)
+
+    def agent_config(self, session: Session, metadata: Mapping[str, Any] | None = None) -> AgentConfig:
+        return AgentConfig(
+            base_url=f"{self.url}/s/{session.uid}/v1",
+            model=self.model_name,
+            session_uid=session.uid,
+            metadata=dict(metadata or {}),
+            is_validation=True,
+            sampling_params=dict(session.sampling),
+        )
+
+    def engine(self, session: Session) -> RemoteEngine:
+        """The model as a workflow sees it."""
+        return RemoteEngine(self.agent_config(session), session)
+
+    def make_app(self) -> FastAPI:
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(self.call_timeout_s, connect=30.0),
+            limits=httpx.Limits(max_connections=None),
+            headers=self._headers | {"accept-encoding": "identity"},
+        )
+        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+        for prefix in ("/s/{session}/v1", "/s/{session}/t/{trajectory}/v1"):
+            app.add_route(prefix + "/{path:path}", self._pass_on, methods=["GET", "POST"])
+        return app
+
+    async def _pass_on(self, request: Request) -> Response:
+        session = self._sessions.get(request.path_params["session"])
+        if session is None:
+            return _error(404, f"no open session {request.path_params['session']!r}; its episode has ended")
+        path, raw = request.path_params["path"], await request.body()
+        try:
+            body = json.loads(raw) if raw else None
+        except (ValueError, RecursionError) as error:
+            return _error(400, f"the body is not valid JSON: {error}")
+        trajectory = request.path_params.get("trajectory") or request.headers.get("x-rllm-trajectory")
+        record = _Record(session, trajectory, body) if isinstance(body, dict) else None
+        if record is not None:
+            self._complete(record.body, session)
+        sending = asyncio.ensure_future(self._send(request.method, path, record.body if record else None))
+        gone = asyncio.ensure_future(request.receive())
+        try:
+            await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not sending.done():
+                return Response(status_code=499)  # the caller hung up
+            answer = sending.result()
+        except httpx.TimeoutException:
+            return _error(504, f"no answer within {self.call_timeout_s:g} s (rollout.call_timeout_s)")
+        except httpx.HTTPError as error:
+            return _error(502, f"{self.base_url} does not answer: {type(error).__name__}: {error}")
+        finally:
+            gone.cancel()
+            sending.cancel()
+        kind = answer.headers.get("content-type", "application/json")
+        if kind.startswith("text/event-stream"):
+            return StreamingResponse(_streamed(answer, record), answer.status_code, media_type=kind)
+        content = await answer.aread()
+        if record is not None and answer.status_code == 200:
+            with contextlib.suppress(ValueError):
+                record.take(json.loads(content))
+        return Response(content, answer.status_code, media_type=kind)
+
+    def _complete(self, body: dict[str, Any], session: Session) -> None:
+        """The session's settings where the call has none, and the endpoint's name of the model."""
+        body["model"] = body.get("model") or self.model_name
+        if "input" in body:  # the Responses API names its settings otherwise
+            return
+        for name, value in session.sampling.items():
+            is_length = name == "max_tokens" and body.get("max_completion_tokens") is not None
+            is_off = name == "top_p" and value == 1.0
+            if value is not None and body.get(name) is None and not is_length and not is_off:
+                body[name] = value
+
+    async def _send(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
+        """The endpoint's answer, its body still to be read. What may pass by itself is tried again, after as long as it asks for."""
+        assert self._client is not None
+        for attempt in range(ATTEMPTS):
+            last = attempt == ATTEMPTS - 1
+            wait = min(2.0**attempt, MOST_WAIT_S)
+            try:
+                request = self._client.build_request(method, f"{self.base_url}/{path}", json=body)
+                answer = await self._client.send(request, stream=True)
+                if answer.status_code not in TRANSIENT or last or answer.headers.get("x-should-retry") == "false":
+                    return answer
+                with contextlib.suppress(ValueError):
+                    wait = min(float(answer.headers.get("retry-after", wait)), MOST_WAIT_S)
+                await answer.aclose()
+            except httpx.ConnectError:
+                if last:
+                    raise
+            await asyncio.sleep(wait)
+        raise AssertionError("not reached")
+
+    def _checked(self, model: str | None) -> str:
+        """The model's name, after the endpoint was asked for its list once."""
+        try:
+            answer = httpx.get(f"{self.base_url}/models", headers=self._headers, timeout=CHECK_TIMEOUT_S)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise UserError(
+                f"--base-url {self.base_url}: nothing answers there ({type(error).__name__}: {error}); give the URL up to and with "
+                "/v1 of a server that runs"
+            ) from error
+        if answer.status_code in (401, 403):
+            raise UserError(
+                f"--base-url {self.base_url}: the endpoint refuses the API key (status {answer.status_code}); name the environment "
+                "variable that holds it with --api-key-env"
+            )
+        try:
+            names = [str(entry["id"]) for entry in answer.json()["data"]]
+        except (ValueError, KeyError, TypeError):
+            names = []
+        if model is None and not names:
+            raise UserError(
+                f"--base-url {self.base_url}: it lists no models (status {answer.status_code}); give --model NAME"
+            )
+        if model is not None and names and model not in names:
+            shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+            raise UserError(f"--model {model!r}: {self.base_url} serves {shown}")
+        return model or names[0]
+
+
+class RemoteEngine:
+    """The model as a workflow sees it: its calls go through the same record."""
+
+    def __init__(self, config: AgentConfig, session: Session):
+        self._config, self.session = config, session
+
+    async def get_model_response(self, messages: list[Message], **sampling: Any) -> ModelOutput:
+        """One answer. Keywords: trajectory (a uid the call belongs to), role (without effect: there are no adapters), and whatever
+        the endpoint takes beside the messages."""
+        trajectory = sampling.pop("trajectory", None)
+        sampling.pop("role", None)
+        url = self._config.url_for(trajectory) if trajectory else self._config.base_url
+        async with httpx.AsyncClient(timeout=None) as client:
+            answer = await client.post(f"{url}/chat/completions", json={"messages": messages} | sampling)
+        data = answer.json()
+        if answer.status_code != 200:
+            error = data.get("error") or {}
+            if error.get("code") == "context_length_exceeded":
+                raise TerminationEvent(TerminationReason.MAX_PROMPT_LENGTH_EXCEEDED)
+            raise RuntimeError(
+                f"the endpoint answered with status {answer.status_code}: {error.get('message') or data}"
+            )
+        return self.session.recorded()[str(data["id"])].output
+
+
+@dataclass
+class _Record:
+    """One call on its way: what was asked, and what came back so far."""
+
+    session: Session
+    trajectory: str | None
+    body: dict[str, Any]
+    order: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.order = self.session.next_order()
+
+    def take(self, data: Any) -> None:
+        """Record the choices of a whole answer. What is no chat or text completion is none of ours."""
+        choices: list[Any] = (data.get("choices") if isinstance(data, dict) else None) or []
+        for i, choice in enumerate(choices):
+            message = choice.get("message") or {}
+            call = str(data.get("id") or new_id())
+            self._record(
+                call if len(choices) == 1 else f"{call}-{i}",
+                str(message.get("content") or choice.get("text") or ""),
+                str(choice.get("finish_reason") or "stop"),
+                str(message.get("reasoning_content") or ""),
+                message.get("tool_calls") or [],
+            )
+
+    def take_events(self, events: list[Any]) -> None:
+        """Record a streamed answer from its events, as far as it came."""
+        texts: dict[int, list[str]] = {}
+        reasons: dict[int, str] = {}
+        call = ""
+        for event in events:
+            call = call or str(event.get("id") or "")
+            for choice in event.get("choices") or ():
+                i = int(choice.get("index") or 0)
+                texts.setdefault(i, []).append(
+                    str((choice.get("delta") or {}).get("content") or choice.get("text") or "")
+                )
+                reasons[i] = choice.get("finish_reason") or reasons.get(i, "")
+        for i, parts in texts.items():
+            name = (call or new_id()) if len(texts) == 1 else f"{call}-{i}"
+            self._record(name, "".join(parts), reasons[i] or "stop", "", [])
+
+    def _record(self, call: str, text: str, reason: str, reasoning: str, tool_calls: list[Any]) -> None:
+        output = ModelOutput(
+            id=call,
+            text=text,
+            content=text,
+            prompt_ids=[],
+            completion_ids=[],
+            logprobs=[],
+            versions=[],
+            finish_reason=reason,
+            temperature=float(self.body.get("temperature") or 0.0),
+            reasoning=reasoning,
+            tool_calls=tool_calls,
+            adapter="",
+        )
+        self.session.record(Call(output, list(self.body.get("messages") or ()), self.trajectory, self.order))
+
+
+async def _streamed(answer: httpx.Response, record: _Record | None) -> AsyncIterator[bytes]:
+    """The endpoint's events as they come; recorded at their end."""
+    text = b""
+    try:
+        async for part in answer.aiter_raw():
+            text += part
+            yield part
+    finally:
+        await answer.aclose()
+        events = []
+        for line in text.split(b"\n"):
+            with contextlib.suppress(ValueError):
+                events.append(json.loads(line.removeprefix(b"data:")) if line.startswith(b"data:") else None)
+        if record is not None and answer.status_code == 200:
+            record.take_events([event for event in events if isinstance(event, dict)])
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    body = {"error": {"message": message, "type": "server_error", "param": None, "code": None}}
+    return JSONResponse(body, status_code=status, headers={"x-should-retry": "false"})
