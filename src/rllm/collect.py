@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from rllm.algorithms import filters
 from rllm.algorithms.grouping import Accounting, group_by_role, usable_trajectories
 from rllm.algorithms.metrics import episode_metrics, reward_metrics
-from rllm.config.schema import AlgorithmConfig, Config
+from rllm.config.schema import Config
+from rllm.config.schema_algorithm import AlgorithmConfig
 from rllm.rollouts.batch import Rollouts
 from rllm.types import Episode, Task, TerminationReason, Trajectory, TrajectoryGroup
 

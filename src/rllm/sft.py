@@ -19,7 +19,8 @@ from pydantic import Field
 
 from rllm.algorithms.schedules import rate_factor, warmup_length
 from rllm.algorithms.spec import DEFAULT_ADAPTER, Datum, LossSpec
-from rllm.config.schema import LoraSettings, ModelConfig, OptimConfig, Section
+from rllm.config.schema import LoraSettings, ModelConfig, OptimConfig
+from rllm.config.section import Section
 from rllm.data.dataset import read_jsonl
 from rllm.errors import ConfigError, DataError, RunError
 

@@ -18,7 +18,7 @@ from typing import Any
 from rllm.algorithms.datums import build_datums, check_role_names
 from rllm.algorithms.grouping import Accounting
 from rllm.algorithms.metrics import validation_metrics
-from rllm.backends.base import DEFAULT_ADAPTER, INITIAL_ADAPTER, Backend, Losses, LossSpec
+from rllm.backends.base import DEFAULT_ADAPTER, INITIAL_ADAPTER, Backend, Losses, LossSpec, refuse_impossible
 from rllm.collect import collect
 from rllm.config.load import Resolved, load_config
 from rllm.config.schema import Config
@@ -60,6 +60,8 @@ class AgentTrainer:
             config if isinstance(config, Resolved) and not overrides else load_config(base=config, overrides=overrides)
         )
         self.config: Config = self.resolved.config
+        if backend is None or isinstance(backend, str):
+            refuse_impossible(self.config, self.resolved.provenance)
         self.flow, self.workflow_class, self.workflow_args = agent_flow, workflow_class, workflow_args or {}
         self.evaluator = evaluator
         self.train_dataset = dataset_of(train_dataset, self.config.data.train_files, "train", self.config)
@@ -291,6 +293,7 @@ class _Run:
 
 def create_backend(config: Config) -> Backend:
     """The backend that ``config.backend`` names, with its model loaded."""
+    refuse_impossible(config, training=False)
     from rllm.backends.local.backend import LocalBackend
 
     return LocalBackend.create(config)

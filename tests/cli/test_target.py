@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rllm.cli.target import load_target
+from rllm.cli.target import load_target, peek_defaults
 from rllm.errors import UserError
 
 FLOW = """
@@ -98,3 +98,24 @@ def test_a_flow_named_like_a_standard_module_does_not_take_its_place(write):
 def test_an_error_in_the_users_own_file_keeps_its_traceback(write):
     with pytest.raises(ZeroDivisionError):
         load_target(str(write("1 / 0\n")))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("DEFAULTS = {'lora.rank': 4, 'optim': {'lr': 1e-3}}\n", {"lora.rank": 4, "optim": {"lr": 1e-3}}),
+        ("x = 1\n", {}),
+        ("DEFAULTS = make()\n", None),
+        ("DEFAULTS = {'lora.rank': RANK}\n", None),
+        ("DEFAULTS = {}\nDEFAULTS['lora.rank'] = 4\n", None),
+        ("from elsewhere import DEFAULTS\n", None),
+        ("from elsewhere import *\n", None),
+        ("if True:\n    DEFAULTS = {}\n", None),
+        ("DEFAULTS = [1]\n", None),
+        ("def broken(:\n", None),
+    ],
+)
+def test_defaults_are_read_without_running_the_file_where_that_is_sure(write, text, found):
+    file = write(text + "import surely_no_such_module\n")
+    assert peek_defaults(f"{file}:name") == found
+    assert peek_defaults("a.module") is None and peek_defaults("nowhere.py") is None

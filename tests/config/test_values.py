@@ -128,8 +128,8 @@ def test_checks_between_fields_name_where_the_value_came_from(tmp_path):
 
 
 def test_what_only_training_needs_is_asked_only_of_training():
-    greedy = ["rollout.n=1", "rollout.top_p=0.9", "rollout.temperature=0"]
-    assert config(*greedy, training=False).rollout.top_p == 0.9
+    greedy = ["rollout.n=1", "rollout.temperature=0"]
+    assert config(*greedy, training=False).rollout.temperature == 0
     assert config(*greedy, "trainer.val_only=true").rollout.n == 1
     with pytest.raises(ConfigError):
         config(*greedy)

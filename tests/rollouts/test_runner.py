@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+import torch
 
 import rllm
 from rllm.config.schema import Config
@@ -183,7 +184,22 @@ def test_a_flow_that_returns_something_else_is_a_failed_episode_that_names_it(ru
     assert episode.failed and "flow 'talker' returned str" in (episode.error or "")
 
 
-@pytest.mark.parametrize("value", [float("nan"), "1.0", None])
+NO_REWARDS = [
+    float("nan"),
+    float("inf"),
+    -np.inf,
+    "1.0",
+    None,
+    [1.0, 0.0],
+    [],
+    np.zeros(2),
+    torch.zeros(2),
+    {"reward": 1.0},
+    1j,
+]
+
+
+@pytest.mark.parametrize("value", NO_REWARDS, ids=str)
 def test_an_evaluator_that_gives_no_reward_fails_the_episode_and_never_counts_as_0(run: Run, value: Any) -> None:
     @rllm.evaluator
     def judge(task: Task, episode: Episode) -> Any:
@@ -195,7 +211,10 @@ def test_an_evaluator_that_gives_no_reward_fails_the_episode_and_never_counts_as
     assert trajectory.reward is None and trajectory.steps[0].response_ids, "what was sampled is still shown"
 
 
-@pytest.mark.parametrize(("value", "reward"), [(True, 1.0), (np.float32(0.5), 0.5), (np.bool_(False), 0.0)])
+@pytest.mark.parametrize(
+    ("value", "reward"),
+    [(True, 1.0), (np.float32(0.5), 0.5), (np.bool_(False), 0.0), (torch.tensor(0.25), 0.25), (np.array([2]), 2.0)],
+)
 def test_bools_and_numpy_numbers_are_rewards(run: Run, value: Any, reward: float) -> None:
     [episode] = run(one_call, evaluator=lambda task, episode: value)
     assert episode.trajectories[0].reward == reward

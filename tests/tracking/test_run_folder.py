@@ -1,6 +1,9 @@
 """What a run leaves behind: nothing is overwritten, every line is JSON that any reader takes."""
 
 import json
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +33,47 @@ def test_a_new_folder_holds_the_config_that_runs_again_and_the_circumstances(tmp
     run = json.loads((folder.path / "run.json").read_text())
     assert run["versions"]["torch"] and run["python"] and run["command"] and run["started"]
     assert run["provenance"]["lora.rank"] == "argument"
+    assert run["platform"] and run["seed"] == 0 and shlex.split(run["command_line"]) == [sys.executable, *sys.argv]
+
+
+def test_the_commit_of_the_users_folder_is_kept_and_whether_files_were_changed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+
+    def git_of_a_run():
+        return json.loads((create(tmp_path / "runs").path / "run.json").read_text())["git"]
+
+    def git(*arguments):
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.com"]
+        return subprocess.run(["git", *identity, *arguments], check=True, capture_output=True, text=True).stdout.strip()
+
+    assert git_of_a_run() is None
+    git("init", "-q")
+    assert git_of_a_run() is None  # no commit yet
+    (tmp_path / "flow.py").write_text("1\n")
+    git("add", "flow.py")
+    git("commit", "-qm", "flow")
+    commit = git("rev-parse", "HEAD")
+    assert git_of_a_run() == {"commit": commit, "dirty": False}
+    (tmp_path / "flow.py").write_text("2\n")
+    assert git_of_a_run() == {"commit": commit, "dirty": True}
+
+
+def test_the_written_config_runs_again_with_every_value_whatever_the_sources_were(tmp_path):
+    settings = [
+        "actor_rollout_ref.model.lora_rank=4",
+        "lora.per_role={solver: {rank: 2}, judge: {}}",
+        "lora.rank_pattern={q_proj: 3}",
+        "optim.lr=1e-5",
+        "trainer.experiment_name=größe-1e5",
+        "rollout.max_batch=${rollout.n}",
+        "trainer.logger=[console]",
+    ]
+    first = load_config(overrides=[f"trainer.run_dir={tmp_path}", *settings], defaults={"rollout.n": 6})
+    again = load_config([RunFolder.create(first).path / "config.yaml"])
+    assert again.config == first.config and again.config.rollout.max_batch == 6
 
 
 def test_a_name_that_exists_gets_a_suffix_and_nothing_is_overwritten(tmp_path):

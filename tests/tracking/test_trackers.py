@@ -1,11 +1,16 @@
 """What a person sees of a run: what is trained, a line per step, the difference it made, and what to do next."""
 
+import importlib.util
 import io
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 from rich.console import Console
 
 from rllm.config.load import load_config
+from rllm.errors import ConfigError, UserError
 from rllm.tracking.run_folder import RunFolder
 from rllm.tracking.trackers import ConsoleTracker, make_trackers
 
@@ -107,11 +112,85 @@ def test_tensorboard_gets_every_step(tmp_path):
     assert [(e.step, e.value) for e in reader.Scalars("reward/solver/mean")] == [(1, 0.25), (2, 0.75)]
 
 
-def test_tensorboard_that_is_not_installed_is_told_at_the_start(monkeypatch):
-    import importlib.util
+class FakeRun:
+    """What the tracker uses of a W&B run."""
 
-    from rllm.errors import ConfigError
+    def __init__(self):
+        self.config, self.summary, self.logged, self.finished = {}, {}, [], 0
 
+    def log(self, data, step):
+        self.logged.append((step, data))
+
+    def finish(self):
+        self.finished += 1
+
+
+@pytest.fixture
+def fake_wandb(monkeypatch):
+    """A module `wandb` whose `init` takes what the real one takes, and remembers it."""
+    module = ModuleType("wandb")
+    module.__spec__ = ModuleSpec("wandb", None)
+    module.Error, module.started = type("Error", (Exception,), {}), []
+
+    def init(*, project, name, dir, config, reinit):
+        run = FakeRun()
+        module.started.append({"project": project, "name": name, "dir": dir, "config": config, "run": run})
+        return run
+
+    module.init = init
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_wandb_gets_the_config_every_step_and_the_validations(tmp_path, fake_wandb):
+    overrides = [f"trainer.run_dir={tmp_path}", "trainer.logger=['wandb']", "trainer.project_name=solver-judge"]
+    resolved = load_config(overrides=[*overrides, "trainer.experiment_name=one", "optim.lr=0.25"])
+    folder = RunFolder.create(resolved)
+    (tracker,) = make_trackers(resolved.config, folder)
+    tracker.start(FACTS, total_steps=2)
+    tracker.step(STEP)
+    tracker.step({**STEP, "step": 2.0, "reward/solver/mean": 0.75})
+    tracker.finish(RESULT)
+    (started,) = fake_wandb.started
+    run = started["run"]
+    assert (started["project"], started["name"], started["dir"]) == ("solver-judge", "one", str(folder.path))
+    assert started["config"]["optim"]["lr"] == 0.25
+    assert run.config["total_steps"] == 2 and run.config["facts"]["trainable"] == 20
+    assert [(step, data["reward/solver/mean"]) for step, data in run.logged] == [(1, 0.25), (2, 0.75)]
+    assert run.summary == {"before/val/countdown/solver_acc": 0.25, "after/val/countdown/solver_acc": 0.75}
+    assert run.finished == 1
+
+
+def test_a_wandb_that_will_not_start_is_told_in_one_line_with_the_way_out(tmp_path, fake_wandb):
+    def no_key(**given):
+        raise fake_wandb.Error("No API key configured. Use `wandb login` to log in.")
+
+    fake_wandb.init = no_key
+    resolved = load_config(overrides=[f"trainer.run_dir={tmp_path}", "trainer.logger=[wandb]"])
+    with pytest.raises(UserError, match=r"wandb login.*set WANDB_MODE=offline") as error:
+        make_trackers(resolved.config, RunFolder.create(resolved))
+    assert "\n" not in str(error.value)
+
+
+def test_the_real_wandb_keeps_an_offline_run_in_the_folder(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    resolved = load_config(overrides=[f"trainer.run_dir={tmp_path}", "trainer.logger=[wandb]"])
+    folder = RunFolder.create(resolved)
+    (tracker,) = make_trackers(resolved.config, folder)
+    tracker.start(FACTS, total_steps=1)
+    tracker.step(STEP)
+    tracker.finish(RESULT)
+    (written,) = folder.path.glob("wandb/offline-run-*/*.wandb")
+    for name in ("reward/solver/mean", "before/val/countdown/solver_acc", "train_batch_size"):
+        assert name.encode() in written.read_bytes()
+
+
+@pytest.mark.parametrize("logger", ["tensorboard", "wandb"])
+def test_a_logger_that_is_not_installed_is_told_at_the_start(monkeypatch, logger):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'rllm\[tensorboard\]'"):
-        load_config(overrides=["trainer.logger=tensorboard"])
+    for more in ([], ["trainer.val_only=true"]):
+        with pytest.raises(ConfigError, match=rf"{logger} is not installed; pip install 'rllm\[{logger}\]'"):
+            load_config(overrides=[f"trainer.logger=['console','{logger}']", *more])
+    load_config(overrides=[f"trainer.logger=[{logger}]"], training=False)

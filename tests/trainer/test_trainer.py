@@ -82,7 +82,7 @@ def test_a_run_leaves_everything_the_contract_names_and_the_counts_add_up(tmp_pa
             (step,) = trajectory["steps"]
             assert len(step["response_ids"]) == len(step["logprobs"]) == len(step["versions"]) > 0
     assert rllm.load_config([folder / "config.yaml"]).config.lora.rank == 4
-    assert {"command", "versions", "git_commit"} <= set(json.loads((folder / "run.json").read_text()))
+    assert {"command", "versions", "git"} <= set(json.loads((folder / "run.json").read_text()))
 
 
 def test_peft_loads_the_saved_adapter_and_it_is_no_noop(tmp_path):

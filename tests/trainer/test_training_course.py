@@ -108,7 +108,10 @@ def test_full_finetuning_keeps_its_starting_weights_as_the_reference(tmp_path, k
     run(tmp_path, lora={"rank": 0}, optim={"lr": 1e-4}, algorithm={key: 0.05}, trainer={"total_steps": 1})
 
 
-def test_episodes_that_end_for_a_filtered_reason_are_not_trained(tmp_path):
+@pytest.mark.parametrize(("cut_ones", "cut"), [(False, {}), (True, {"max_response_length_exceeded": 6})])
+def test_episodes_that_end_for_a_filtered_reason_are_not_trained(tmp_path, cut_ones, cut):
+    """Every completion is cut at its 8 tokens; one episode of each task says that it ran out of turns."""
+
     @rllm.rollout(name="solver")
     async def sometimes_out_of_turns(task, config):
         response = await ask(task, config)
@@ -119,11 +122,17 @@ def test_episodes_that_end_for_a_filtered_reason_are_not_trained(tmp_path):
         return episode
 
     result, metrics, _ = run(
-        tmp_path, sometimes_out_of_turns, algorithm={"filter": {"enable": True}}, trainer={"total_steps": 1}
+        tmp_path,
+        sometimes_out_of_turns,
+        algorithm={"filter": {"enable": True, "max_response_length_exceeded": cut_ones}},
+        trainer={"total_steps": 1},
     )
-    assert result["accounting"]["dropped"] == {"max_turns_exceeded": 2} and result["accounting"]["trained"] == 6
+    assert result["accounting"]["dropped"] == {"max_turns_exceeded": 2} | cut
+    assert result["accounting"]["trained"] == 6 - sum(cut.values())
     assert metrics[0]["samples/dropped/max_turns_exceeded"] == 2
-    assert metrics[0]["critic/score/mean"] == 0.5 and metrics[0]["critic/score/kept"] == pytest.approx(1 / 3)
+    assert metrics[0]["critic/score/mean"] == 0.5
+    if not cut_ones:
+        assert metrics[0]["critic/score/kept"] == pytest.approx(1 / 3)
 
 
 def test_when_all_completions_are_cut_off_nothing_is_trained_and_the_score_stays(tmp_path):

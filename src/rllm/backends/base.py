@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from rllm.algorithms.spec import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, Datum, Losses, LossSpec, initial_of
+from rllm.config.schema import Config
+from rllm.errors import ConfigError
 
 __all__ = [
     "BASE",
@@ -28,6 +30,7 @@ __all__ = [
     "Probe",
     "SamplingParams",
     "initial_of",
+    "refuse_impossible",
 ]
 
 FinishReason = Literal["stop", "length"]
@@ -167,19 +170,92 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """One row of the capability table."""
+    """One row of the capability table. `rllm doctor` prints it; `refuse_impossible` holds configs against it."""
 
     full_finetuning: bool
+    adapter_per_role: bool
+    max_lora_rank: int
     top_p_in_training: bool
     losses: frozenset[str]
     devices: frozenset[str]
+    dtypes: frozenset[str]
+    quantization: frozenset[str]
 
 
 CAPABILITIES: dict[str, Capabilities] = {
     "local": Capabilities(
         full_finetuning=True,
+        adapter_per_role=True,
+        max_lora_rank=4096,
         top_p_in_training=False,
         losses=frozenset({"ppo_clip", "importance_sampling", "cispo", "gspo", "dro", "reinforce", "cross_entropy"}),
         devices=frozenset({"cpu", "cuda"}),
+        dtypes=frozenset({"float32", "bfloat16"}),
+        quantization=frozenset({"none", "nf4"}),
     ),
 }
+
+
+# A loss that no row names is one that the user brought.
+_NAMED_LOSSES = frozenset().union(*(row.losses for row in CAPABILITIES.values()))
+
+
+def refuse_impossible(config: Config, provenance: Mapping[str, str] | None = None, training: bool = True) -> None:
+    """Raise a `ConfigError` for the first thing that `config` asks of its backend and the table says it cannot do."""
+    can = CAPABILITIES[config.backend]
+    adapters = config.lora.adapters()
+    for name, settings in adapters.items():
+        key = "lora.rank" if config.lora.per_role == "shared" else f"lora.per_role.{name}.rank"
+        highest = max([settings.rank, *settings.rank_pattern.values()])
+        _require(
+            highest <= can.max_lora_rank, config, provenance, key, highest, f"ranks go up to {can.max_lora_rank} there"
+        )
+    device = config.model.device.partition(":")[0]
+    choices: list[tuple[str, str, frozenset[str]]] = [
+        ("model.device", device, can.devices | {"auto"}),
+        ("model.dtype", config.model.dtype, can.dtypes | {"auto"}),
+        ("model.quantization", config.model.quantization, can.quantization),
+    ]
+    if training:
+        roles = config.algorithm.per_role.items()
+        losses = [("algorithm.loss", config.algorithm.loss)]
+        losses += [(f"algorithm.per_role.{role}.loss", own.loss) for role, own in roles if own.loss]
+        choices += [(key, name, can.losses) for key, name in losses if name in _NAMED_LOSSES]
+    for key, value, allowed in choices:
+        _require(value in allowed, config, provenance, key, value, f"it can do {', '.join(sorted(allowed))}")
+    _require(
+        can.full_finetuning or bool(adapters),
+        config,
+        provenance,
+        "lora.rank",
+        0,
+        "it trains adapters only; give lora.rank at least 1",
+    )
+    _require(
+        can.adapter_per_role or config.lora.per_role == "shared",
+        config,
+        provenance,
+        "lora.per_role",
+        ", ".join(adapters),
+        "it trains one adapter; set lora.per_role=shared",
+    )
+    _require(
+        can.top_p_in_training or not training or config.trainer.val_only or config.rollout.top_p == 1.0,
+        config,
+        provenance,
+        "rollout.top_p",
+        f"{config.rollout.top_p:g}",
+        "the log-probabilities trained on would not be those sampled from; set rollout.top_p=1",
+    )
+
+
+def _require(
+    possible: bool, config: Config, provenance: Mapping[str, str] | None, key: str, value: Any, instead: str
+) -> None:
+    if possible:
+        return
+    source = next(
+        (where for name, where in (provenance or {}).items() if key == name or key.startswith(f"{name}.")), ""
+    )
+    start = f"{source}: " if source else ""
+    raise ConfigError(f"{start}{key}={value}: the {config.backend} backend cannot do this; {instead}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,9 +13,12 @@ from typing import Annotated, Any
 import typer
 
 import rllm
+from rllm.backends.base import refuse_impossible
+from rllm.config.check import ESTIMATORS, LOSSES
 from rllm.config.explain import reference
 from rllm.config.load import Resolved, load_config, load_model, show_config
 from rllm.config.schema import Config
+from rllm.config.sources import about_option
 from rllm.errors import ConfigError
 
 app = typer.Typer(
@@ -25,15 +30,34 @@ app = typer.Typer(
 )
 
 
+config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="About config files.")
+app.add_typer(config_app, name="config")
+
+
 def _keys(kind: Any) -> str:
     """All config keys of a tree, as text that help output leaves as it is."""
     lines = [f"  {key}={default}\n      {text}" for key, default, text in reference(kind)]
     return "\b\nConfig keys and defaults (key=value; verl's spellings of them work too):\n" + "\n".join(lines)
 
 
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config overrides")]
+def _no_options(context: typer.Context, value: Any) -> Any:
+    """Options of Hydra and misspelt ones of ours reach the arguments: say what to write instead."""
+    for text in value if isinstance(value, list) else [value or ""]:
+        if text.startswith("-"):
+            ours = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+            near = difflib.get_close_matches(text.partition("=")[0], ours, n=1, cutoff=0.8)
+            raise ConfigError(f"argument {text!r}: " + (f"did you mean {near[0]}?" if near else about_option(text)))
+    return value
+
+
+PASSED_ON = {"ignore_unknown_options": True}  # to `_no_options`
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config overrides", callback=_no_options)
+]
 ConfigFiles = Annotated[list[Path] | None, typer.Option("--config", "-c", help="YAML config file; may be given again")]
-TargetArgument = Annotated[str, typer.Argument(help="Python file or module with the flow; file.py:name picks one")]
+TargetArgument = Annotated[
+    str, typer.Argument(help="Python file or module with the flow; file.py:name picks one", callback=_no_options)
+]
 
 
 def _version(value: bool) -> None:
@@ -51,7 +75,7 @@ def _main(
     """Reinforcement learning with LoRA for LLM agents."""
 
 
-@app.command(epilog=_keys(Config))
+@app.command(epilog=_keys(Config), context_settings=PASSED_ON)
 def train(
     target: TargetArgument,
     overrides: Overrides = None,
@@ -63,10 +87,10 @@ def train(
     """Train a flow with reinforcement learning."""
     from rllm.cli.target import load_target
 
-    # Config mistakes that need no user code are told before any of it runs.
-    load_model(Config, config or (), overrides or (), aliases=True)
+    _check_first(target, config or (), overrides or ())
     found = load_target(target)
     resolved = load_config(config or (), overrides or (), defaults=found.defaults)
+    refuse_impossible(resolved.config, resolved.provenance)
     if show:
         typer.echo(show_config(resolved))
         return
@@ -82,7 +106,7 @@ def train(
     ).train()
 
 
-@app.command("eval")
+@app.command("eval", context_settings=PASSED_ON)
 def evaluate(
     target: TargetArgument,
     overrides: Overrides = None,
@@ -128,7 +152,7 @@ def evaluate(
     if out is not None and not out.resolve().parent.is_dir():
         raise ConfigError(f"--out {out}: the folder {out.parent} does not exist; make it first, or name another")
     arguments = [*(overrides or ()), *extra]
-    load_model(Config, config or (), arguments, aliases=True)
+    _check_first(target, config or (), arguments, training=False)
     found = load_target(target)
     resolved = load_config(config or (), arguments, defaults=found.defaults, training=False)
     from rllm.evaluation import evaluate as run
@@ -165,9 +189,11 @@ def evaluate(
     typer.echo(text)
 
 
-@app.command()
+@app.command(context_settings=PASSED_ON)
 def sft(
-    file: Annotated[str | None, typer.Argument(help="JSONL file of {'messages': [...]} chats")] = None,
+    file: Annotated[
+        str | None, typer.Argument(help="JSONL file of {'messages': [...]} chats", callback=_no_options)
+    ] = None,
     overrides: Overrides = None,
     config: ConfigFiles = None,
     show: Annotated[
@@ -185,6 +211,25 @@ def sft(
         typer.echo(show_config(resolved))
         return
     run_sft(resolved.config)
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON")] = False) -> None:
+    """Say what this machine can run and what to mend; exit code 1 if the default backend cannot run."""
+    from rllm.doctor import as_text, examine
+
+    report = examine()
+    typer.echo(json.dumps(report.to_dict(), indent=2) if as_json else as_text(report))
+    if not report.can_run:
+        raise typer.Exit(1)
+
+
+@config_app.command("schema")
+def schema() -> None:
+    """Print the JSON schema of config files, for editors: rllm config schema > rllm.schema.json"""
+    from rllm.config.json_schema import config_schema
+
+    typer.echo(json.dumps(config_schema(), indent=2))
 
 
 @app.command()
@@ -241,6 +286,19 @@ def merge(
     options = MergeOptions(None if dtype == "keep" else getattr(torch, dtype), size, overwrite, trust_remote_code)
     result = merge_adapter(folder, resolve_model(base or base_of(folder, DEFAULT_MODEL), "base"), out, options)
     describe(result, out, typer.echo)
+
+
+def _check_first(target: str, files: Sequence[Path], overrides: Sequence[str], training: bool = True) -> None:
+    """Config mistakes are told before any user code runs, and before anything heavy is imported. What only that code can tell (its
+    computed DEFAULTS, estimators and losses of its own) waits for it."""
+    from rllm.cli.target import peek_defaults
+
+    defaults = peek_defaults(target)
+    algorithm = load_model(Config, files, overrides, defaults=defaults, aliases=True).config.algorithm
+    known = algorithm.estimators() <= ESTIMATORS.keys() and algorithm.losses() <= LOSSES.keys()
+    if defaults is not None and known:
+        resolved = load_config(files, overrides, defaults=defaults, training=training)
+        refuse_impossible(resolved.config, resolved.provenance, training)
 
 
 def _dataset(make: Any, resolved: Resolved[Config], files: Any) -> Any:

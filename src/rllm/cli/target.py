@@ -5,6 +5,7 @@ Knows how to find things in a module; runs nothing of them.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import sys
@@ -16,6 +17,8 @@ from typing import Any
 
 from rllm.errors import UserError
 from rllm.flow import Evaluator, RolloutFlow, Workflow
+
+_IMPORTS = (ast.Import, ast.ImportFrom)
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,31 @@ def load_target(text: str) -> Target:
         getattr(module, "train_dataset", None),
         getattr(module, "val_dataset", None),
     )
+
+
+def peek_defaults(text: str) -> Mapping[str, Any] | None:
+    """The DEFAULTS of a target file without running it, so that a config mistake costs no import; None where only running it can tell."""
+    place = Path(text.partition(":")[0])
+    if place.suffix != ".py" or not place.is_file():
+        return None
+    try:
+        tree = ast.parse(place.read_bytes())
+    except (SyntaxError, ValueError):
+        return None
+    imported = {
+        name.asname or name.name for node in ast.walk(tree) if isinstance(node, _IMPORTS) for name in node.names
+    }
+    uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "DEFAULTS"]
+    if not uses and not imported & {"DEFAULTS", "*"}:
+        return {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and node.targets == uses and not imported & {"DEFAULTS", "*"}:
+            try:
+                found = ast.literal_eval(node.value)
+            except ValueError:
+                return None
+            return found if isinstance(found, dict) else None
+    return None
 
 
 def _pick(module: ModuleType, name: str, place: str) -> RolloutFlow | type:

@@ -6,9 +6,16 @@ Data, and the few rules that need more than a table. Knows no files and no schem
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from rllm.config.foreign import ACTOR, MODEL, ROLLOUT
+from rllm.config.foreign import ENGINE as _ENGINE
+from rllm.config.foreign import EVALUATOR as _EVALUATOR
+from rllm.config.foreign import MEMORY as _MEMORY
+from rllm.config.foreign import NO_CRITIC as _NO_CRITIC
+from rllm.config.foreign import PLACEMENT as _PLACEMENT
+from rllm.config.foreign import ROWS as _ROWS
 from rllm.errors import ConfigError
 
 
@@ -22,10 +29,6 @@ class Entry:
     raw: str | None = None
 
 
-ACTOR = "actor_rollout_ref.actor"
-ROLLOUT = "actor_rollout_ref.rollout"
-MODEL = "actor_rollout_ref.model"
-
 ALIASES: dict[str, str] = {
     f"{MODEL}.path": "model.path",
     f"{MODEL}.lora_rank": "lora.rank",
@@ -38,14 +41,16 @@ ALIASES: dict[str, str] = {
     f"{MODEL}.lora.target_modules": "lora.target_modules",
     f"{MODEL}.lora.exclude_modules": "lora.exclude_modules",
     f"{MODEL}.lora.adapter_path": "lora.adapter_path",
+    f"{MODEL}.lora.dropout": "lora.dropout",
     f"{ACTOR}.optim.lr": "optim.lr",
     f"{ACTOR}.optim.weight_decay": "optim.weight_decay",
+    f"{ACTOR}.optim.clip_grad": "optim.grad_clip",
     f"{ACTOR}.grad_clip": "optim.grad_clip",
     f"{ACTOR}.clip_ratio_low": "algorithm.clip_ratio_low",
     f"{ACTOR}.clip_ratio_high": "algorithm.clip_ratio_high",
     f"{ACTOR}.loss_agg_mode": "algorithm.loss_agg_mode",
     f"{ACTOR}.kl_loss_coef": "algorithm.kl_beta",
-    f"{ACTOR}.use_kl_loss": "algorithm.kl_beta",  # see settle_kl
+    f"{ACTOR}.use_kl_loss": "algorithm.kl_beta",  # see fate.settle_kl
     f"{ACTOR}.ppo_mini_batch_size": "algorithm.mini_batch_size",
     f"{ACTOR}.ppo_epochs": "algorithm.ppo_epochs",
     f"{ACTOR}.optim.lr_warmup_steps": "optim.warmup_steps",
@@ -67,8 +72,9 @@ ALIASES: dict[str, str] = {
     f"{ROLLOUT}.max_num_seqs": "rollout.max_batch",
     f"{ROLLOUT}.val_kwargs.n": "rollout.n_val",
     f"{ROLLOUT}.val_kwargs.temperature": "rollout.val_temperature",
+    "data.val_max_samples": "data.val_size",
     "algorithm.norm_adv_by_std_in_grpo": "algorithm.grpo_std",
-    "algorithm.use_kl_in_reward": "algorithm.kl_in_reward",  # see settle_kl
+    "algorithm.use_kl_in_reward": "algorithm.kl_in_reward",  # see fate.settle_kl
     "algorithm.rollout_correction.rollout_is": "algorithm.rollout_correction.level",
     "algorithm.rollout_correction.rollout_is_threshold": "algorithm.rollout_correction.cap",
     "algorithm.rollout_correction.bypass_mode": "algorithm.old_logprobs",
@@ -95,16 +101,18 @@ ALIASES: dict[str, str] = {
     "rllm.trainer.val_before_train": "trainer.val_before_train",
     "rllm.trainer.val_only": "trainer.val_only",
     "rllm.trainer.logger": "trainer.logger",
+    "rllm.trainer.project_name": "trainer.project_name",
     "rllm.trainer.experiment_name": "trainer.experiment_name",
     "rllm.algorithm.adv_estimator": "algorithm.adv_estimator",
     "rllm.algorithm.norm_adv_by_std_in_grpo": "algorithm.grpo_std",
-    "rllm.algorithm.use_precomputed_advantage": "algorithm.adv_estimator",  # see settle_advantages
-    "rllm.stepwise_advantage.enable": "algorithm.stepwise",  # see settle_advantages
+    "rllm.algorithm.use_precomputed_advantage": "algorithm.adv_estimator",  # see fate.settle_advantages
+    "rllm.stepwise_advantage.enable": "algorithm.stepwise",  # see fate.settle_advantages
     "rllm.stepwise_advantage.mode": "algorithm.stepwise",
     "rllm.algorithm.kl_beta": "algorithm.kl_beta",
     "rllm.algorithm.loss_fn": "algorithm.loss",
     "rllm.algorithm.loss_agg_mode": "algorithm.loss_agg_mode",
     "rllm.algorithm.eps_clip_high": "algorithm.clip_ratio_high",
+    "rllm.rejection_sample.filter_uniform_groups": "algorithm.zero_std",
     "rllm.algorithm.lr_schedule": "optim.schedule",
     "rllm.algorithm.warmup_steps": "optim.warmup_steps",
     "rllm.algorithm.warmup_steps_ratio": "optim.warmup_ratio",
@@ -125,10 +133,25 @@ ALIASES: dict[str, str] = {
     "rllm.workflow.retry_limit": "rollout.retries",
     "rllm.workflow.n_parallel_tasks": "rollout.max_concurrency",
     "rllm.workflow.workflow_args.timeout": "rollout.episode_timeout_s",
+    # rLLM's Tinker backend
+    "model.name": "model.path",
+    "model.lora_rank": "lora.rank",
+    "model.train_attn": "lora.train_attn",
+    "model.train_mlp": "lora.train_mlp",
+    "model.train_unembed": "lora.train_unembed",
+    "training.group_size": "rollout.n",
+    "training.learning_rate": "optim.lr",
+    "training.beta1": "optim.beta1",
+    "training.beta2": "optim.beta2",
+    "training.eps": "optim.eps",
+    "training.max_length": "model.max_model_len",
+    "training.default_local_dir": "trainer.run_dir",
+    "validation.group_size": "rollout.n_val",
 }
 
 # One key of another tool that sets several of ours. The keys for one of them alone win over it, as they do there.
 SPREAD: dict[str, tuple[str, ...]] = {
+    f"{ACTOR}.optim.betas": ("optim.beta1", "optim.beta2"),
     f"{ACTOR}.clip_ratio": ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"),
     "rllm.algorithm.eps_clip": ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"),
 }
@@ -138,6 +161,7 @@ TRANSLATED: dict[str, dict[Any, Any]] = {
     "trainer.test_freq": {-1: 0},
     "trainer.save_freq": {-1: 0},
     "trainer.total_steps": {-1: None},
+    "data.val_size": {-1: None},
     "optim.warmup_steps": {-1: None},
     "algorithm.adv_estimator": {
         "reinforce++": "reinforce_plus_plus",
@@ -158,21 +182,17 @@ TRANSLATED: dict[str, dict[Any, Any]] = {
         "low_var_kl+": "k3+",
     },
 }
-BY_FLAG: dict[str, dict[bool, str]] = {
+FLAGS: dict[str, dict[bool, str]] = {
     "algorithm.grpo_std": {True: "sample", False: "none"},
+    "algorithm.zero_std": {True: "drop", False: "keep"},
     "algorithm.old_logprobs": {True: "sampler", False: "auto"},
 }
 
 _NO_GPU_SHARE = "this backend keeps one copy of the model in one process"
 _ONE_UPDATE = "micro-batches never change the result here"
-_PLACEMENT = "placement on several workers does not arise in one process"
-_ENGINE = "the sampler is built in; there is no engine to configure"
-_NO_CRITIC = "no critic is trained with group-relative advantages"
-_EVALUATOR = "rewards come from the evaluator"
 _KL_IN_REWARD = (
     "the KL in the reward is switched on by algorithm.use_kl_in_reward, or weighed by algorithm.kl_in_reward"
 )
-_ROWS = "datasets are read by rllm; flows see the task itself"
 
 # Keys (or prefixes ending in '.') that verl and rLLM scripts carry and that change nothing here, with the reason.
 NO_EFFECT: dict[str, str] = {
@@ -213,8 +233,8 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.hybrid_engine": _NO_GPU_SHARE,
     f"{MODEL}.use_remove_padding": "rows are always packed without padding",
     f"{MODEL}.use_fused_kernels": _ENGINE,
-    f"{MODEL}.enable_gradient_checkpointing": "memory is bounded by micro-batches here",
-    f"{MODEL}.enable_activation_offload": "memory is bounded by micro-batches here",
+    f"{MODEL}.enable_gradient_checkpointing": _MEMORY,
+    f"{MODEL}.enable_activation_offload": _MEMORY,
     f"{MODEL}.use_shm": _NO_GPU_SHARE,
     f"{MODEL}.trust_remote_code": "no code of a model folder is ever run",
     "critic.": _NO_CRITIC,
@@ -237,7 +257,6 @@ NO_EFFECT: dict[str, str] = {
     "trainer.balance_batch": _PLACEMENT,
     "trainer.critic_warmup": _NO_CRITIC,
     "trainer.device": "set model.device",
-    "trainer.project_name": "a run is a folder under trainer.run_dir, named by trainer.experiment_name",
     "trainer.log_val_generations": "every episode is in episodes.jsonl",
     "trainer.max_actor_ckpt_to_keep": "adapters are small; all are kept",
     "trainer.resume_mode": "resume is not there yet; lora.adapter_path starts from a saved adapter",
@@ -245,7 +264,6 @@ NO_EFFECT: dict[str, str] = {
     "ray_init.": _PLACEMENT,
     "rllm.data.val_batch_size": "validation runs all tasks; rollout.max_concurrency bounds how many at once",
     "rllm.rollout.val.top_p": "validation samples with rollout.top_p",
-    "rllm.trainer.project_name": "a run is a folder under trainer.run_dir, named by trainer.experiment_name",
     "rllm.workflow.use_workflow": "flows and workflows run the same way",
     "rllm.workflow.raise_on_error": "rollout.max_failed_fraction decides when failures stop the run",
     "rllm.disable_thinking": "the chat template decides",
@@ -260,15 +278,12 @@ ONLY: dict[str, tuple[Any, ...]] = {
     f"{ROLLOUT}.ignore_eos": (False,),
     f"{MODEL}.target_parameters": (None,),
     f"{MODEL}.lora.type": ("lora",),
-    f"{MODEL}.lora.dropout": (0,),
-    f"{MODEL}.lora.merge": (False,),
     "rllm.stepwise_advantage.normalize_by_steps": (False,),
     "rllm.algorithm.router_replay": ("disabled",),
     "rllm.async_training.enable": (False,),
     "rllm.rejection_sample.multiplier": (1,),
     "rllm.rejection_sample.min_partial_solve_tasks": (1,),
     "rllm.rejection_sample.min_trajs_per_group": (2,),
-    "rllm.rejection_sample.filter_uniform_groups": (True,),
     "rllm.compact_filtering.mask_error": (True,),
     "rllm.compact_filtering.mask_timeout": (True,),
     "algorithm.rollout_correction.rollout_rs": (None,),
@@ -316,55 +331,9 @@ KL_SWITCHES = (
     (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", "algorithm.kl_beta"),
     ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_in_reward"),
 )
+# Keys that switch a field on and off and are not its value.
+SWITCHES = frozenset({STEPWISE, PRECOMPUTED, *(switch for switch, _, _ in KL_SWITCHES)})
 VLLM_MAX_RANK = 512
-
-
-def settle_kl(entries: Sequence[Entry]) -> list[Entry]:
-    """verl switches each of its KL terms on with one key and weighs it with another (default 0.001); here one weight says both.
-
-    Switched off, the weight is 0 whatever the coefficient says; switched on without a coefficient, it is verl's default.
-    """
-    settled = list(entries)
-    for switch, coefficient, weight in KL_SWITCHES:
-        settled = _settle_switch(settled, switch, coefficient, weight)
-    return settled
-
-
-def _settle_switch(entries: Sequence[Entry], switch: str, coefficient: str, weight: str) -> list[Entry]:
-    given = next((entry for entry in reversed(entries) if entry.key == switch), None)
-    if given is None:
-        return list(entries)
-    if not isinstance(given.value, bool):
-        raise ConfigError(f"{given.source}: {switch}={given.value!r}: allowed are true and false")
-    value: float | None = 0.0
-    if given.value:
-        # Where the coefficient is no key of its own here, the switch takes it over.
-        own = next((e.value for e in reversed(entries) if e.key == coefficient), None)
-        known = any(e.key == weight or (e.key == coefficient and coefficient in ALIASES) for e in entries)
-        value = None if known else VERL_KL_COEF if own is None else own
-    dropped = {switch} if value is None else {switch, coefficient}
-    settled = [replace(e, value=value, raw=None) if e is given and value is not None else e for e in entries]
-    return [e for e in settled if e.key not in dropped or (e.key == switch and e.value is value and value is not None)]
-
-
-def settle_advantages(entries: Sequence[Entry]) -> list[Entry]:
-    """rLLM has switches where one word says it here: stepwise advantages that are not enabled are broadcast, whatever their mode, and
-    precomputed advantages are an estimator."""
-    settled = list(entries)
-    for key, on, other in ((STEPWISE, None, STEPWISE_MODE), (PRECOMPUTED, "precomputed", None)):
-        switch = next((entry for entry in reversed(settled) if entry.key == key), None)
-        if switch is None:
-            continue
-        if not isinstance(switch.value, bool):
-            raise ConfigError(f"{switch.source}: {key}={switch.value!r}: allowed are true and false")
-        word = on if switch.value else "broadcast" if key == STEPWISE else None
-        dropped = {key} if switch.value or other is None else {key, other}
-        settled = [
-            replace(entry, value=word, raw=None) if entry is switch and word else entry
-            for entry in settled
-            if entry.key not in dropped or (entry is switch and word)
-        ]
-    return settled
 
 
 def check_engine_rank(entries: Sequence[Entry], ranks: Mapping[str, int]) -> None:
@@ -382,15 +351,13 @@ def check_engine_rank(entries: Sequence[Entry], ranks: Mapping[str, int]) -> Non
 
 def translated(field: str, key: str, value: Any) -> Any:
     """`value` in our words, where other tools have a word of their own for "off" or "default"."""
-    if field in BY_FLAG and key != field and isinstance(value, bool):
-        return BY_FLAG[field][value]
+    if key in SPREAD and isinstance(value, (list, tuple)):
+        fields = SPREAD[key]
+        if len(value) != len(fields):
+            raise ConfigError(f"{key}={list(value)}: {len(value)} values; expected {len(fields)}: {', '.join(fields)}")
+        return value[fields.index(field)]
+    if key != field and isinstance(value, bool) and field in FLAGS:
+        return FLAGS[field][value]
     words: Mapping[Any, Any] = TRANSLATED.get(field, {})
     plain = isinstance(value, (int, str)) and not isinstance(value, bool)
     return words[value] if plain and value in words else value
-
-
-def no_effect_reason(key: str) -> str | None:
-    """Why `key` changes nothing here, or None if it is not such a key."""
-    if key in NO_EFFECT:
-        return NO_EFFECT[key]
-    return next((reason for name, reason in NO_EFFECT.items() if name.endswith(".") and key.startswith(name)), None)

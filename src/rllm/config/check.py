@@ -26,9 +26,9 @@ FULL_FINETUNING_LR = 2e-6
 EXAMPLE_DEFAULT = "example default"
 LORA_BATCH_CAP = 64
 GSPO_WIDE_CLIP = 0.05
-LOGGERS = ("console", "tensorboard")
+LOGGERS = ("console", "tensorboard", "wandb")
 # Values that other tools know and that are planned here: refused by name, not as typos.
-KNOWN_LOGGERS = ("wandb", "mlflow", "swanlab", "clearml", "trackio", "file")
+KNOWN_LOGGERS = ("mlflow", "swanlab", "clearml", "trackio", "file")
 
 
 def check(config: Config, provenance: Mapping[str, str] | None = None, training: bool = True) -> list[str]:
@@ -44,12 +44,13 @@ def check(config: Config, provenance: Mapping[str, str] | None = None, training:
         _one_of("trainer.logger", name, LOGGERS, dict.fromkeys(KNOWN_LOGGERS, "not built yet"), refuse)
     if problem := quantization_problem(config.model, bool(config.lora.adapters())):
         raise refuse("model.quantization", problem)
+    for name in LOGGERS if training else ():
+        if name != "console" and name in config.trainer.logger and importlib.util.find_spec(name) is None:
+            raise refuse("trainer.logger", f"trainer.logger: {name} is not installed; pip install 'rllm[{name}]'")
     if not training or config.trainer.val_only:
         return []
     _check_sampling(config, refuse)
     check_training(config, refuse)
-    if "tensorboard" in config.trainer.logger and importlib.util.find_spec("tensorboard") is None:
-        raise refuse("trainer.logger", "trainer.logger: tensorboard is not installed; pip install 'rllm[tensorboard]'")
     return _notes(config, provenance or {})
 
 
@@ -68,7 +69,7 @@ def _check_names(config: Config, refuse: Callable[[str, str], ConfigError]) -> N
             raise refuse(
                 "algorithm.per_role", f"{key} says nothing; give it an adv_estimator or a loss, or leave it out"
             )
-    used = {a.loss, *(own.loss for own in a.per_role.values() if own.loss)}
+    used = a.losses()
     allowed = [option for loss in used for option in LOSS_OPTIONS.get(loss, ())]
     for option, value in a.loss_options.items():
         if used <= LOSS_OPTIONS.keys() and option not in allowed:
@@ -107,11 +108,6 @@ def _check_sampling(config: Config, refuse: Callable[[str, str], ConfigError]) -
             f"rollout.n={r.n} with algorithm.adv_estimator={a.adv_estimator}: a group of one has nothing to compare with, so nothing "
             f"would be trained; set rollout.n to at least 2, or algorithm.adv_estimator to one that allows 1 ({single})",
         )
-    if r.top_p != 1.0:
-        raise refuse(
-            "rollout.top_p",
-            f"rollout.top_p={r.top_p:g}: the log-probabilities trained on would not be those sampled from; set rollout.top_p=1",
-        )
     if r.temperature == 0:
         raise refuse(
             "rollout.temperature", "rollout.temperature=0: greedy samples are all the same; use a temperature above 0"
@@ -142,15 +138,13 @@ def _notes(config: Config, provenance: Mapping[str, str]) -> list[str]:
 
 def _algorithm_notes(config: Config) -> list[str]:
     a = config.algorithm
-    estimators = {a.adv_estimator, *(own.adv_estimator for own in a.per_role.values())}
-    losses = {a.loss, *(own.loss for own in a.per_role.values())}
     notes: list[str] = []
-    if "dr_grpo" in estimators and a.loss_agg_mode != "seq-mean-token-sum-norm":
+    if "dr_grpo" in a.estimators() and a.loss_agg_mode != "seq-mean-token-sum-norm":
         notes.append(
             f"algorithm.loss_agg_mode={a.loss_agg_mode} with dr_grpo: the paper's loss is seq-mean-token-sum-norm, which divides by no "
             "length"
         )
-    if "gspo" in losses and max(a.clip_ratio_low, a.clip_ratio_high) > GSPO_WIDE_CLIP:
+    if "gspo" in a.losses() and max(a.clip_ratio_low, a.clip_ratio_high) > GSPO_WIDE_CLIP:
         notes.append(
             f"algorithm.clip_ratio_low={a.clip_ratio_low:g}, clip_ratio_high={a.clip_ratio_high:g} with gspo: ratios of whole rows are "
             "close to 1; the paper clips at 3e-4 and 4e-4"

@@ -7,15 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from rllm.config.schema import (
-    AlgorithmConfig,
-    Config,
-    EarlyStopConfig,
-    FilterConfig,
-    OptimConfig,
-    RolloutCorrectionConfig,
-    Section,
-)
+from rllm.config.schema import Config, EarlyStopConfig, OptimConfig
+from rllm.config.schema_algorithm import AlgorithmConfig, FilterConfig, RolloutCorrectionConfig
+from rllm.config.section import Section
 
 Refuse = Callable[[str, str], Exception]
 

@@ -15,12 +15,12 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from rllm.config.aliases import ALIASES, HINTS, NO_EFFECT, ONLY, SPREAD, Entry
+from rllm.config.aliases import HINTS, Entry
+from rllm.config.fate import foreign_keys
 from rllm.config.schema import Config
 from rllm.errors import ConfigError
 
 NEAR = 0.65
-FOREIGN = (*ALIASES, *SPREAD, *ONLY, *(key for key in NO_EFFECT if not key.endswith(".")))
 
 
 def leaves(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -82,7 +82,7 @@ def unknown_key(entry: Entry, known: Iterable[str], aliases: bool) -> ConfigErro
             f"{entry.source}: {entry.key}={show(entry.value)}: {entry.key} is a section, not a value; "
             f"its keys are {', '.join(inside)}"
         )
-    near = nearest_key(entry.key, known, FOREIGN if aliases else ())
+    near = nearest_key(entry.key, known, foreign_keys() if aliases else ())
     if near is None:
         section = entry.key.partition(".")[0]
         siblings = [name for name in known if name.startswith(section + ".")]

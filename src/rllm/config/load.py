@@ -6,29 +6,17 @@ Knows the schema and the alias tables; loads no model.
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
-from rllm.config.aliases import (
-    ALIASES,
-    ONLY,
-    SPREAD,
-    Entry,
-    check_engine_rank,
-    no_effect_reason,
-    settle_advantages,
-    settle_kl,
-    translated,
-)
+from rllm.config.aliases import SPREAD, Entry, check_engine_rank, translated
 from rllm.config.check import EXAMPLE_DEFAULT, check
 from rllm.config.explain import (
     explain,
-    flatten,
     is_open,
     leaves,
     reference,
@@ -38,13 +26,17 @@ from rllm.config.explain import (
     to_yaml,
     unknown_key,
 )
+from rllm.config.fate import fate, is_foreign_section, settle
 from rllm.config.schema import Config
+from rllm.config.sources import BASE, interpolated, read_entries
 from rllm.errors import ConfigError
 
 __all__ = ["Resolved", "check", "leaves", "load_config", "load_model", "reference", "show_config", "to_yaml"]
 
 M = TypeVar("M", bound=BaseModel)
-BASE = "config object"
+NOT_GIVEN = "???"
+# So many keys without effect in one config object are another tool's whole tree, not somebody's choices.
+WHOLE_TREE = 40
 
 
 @dataclass
@@ -84,11 +76,13 @@ def load_model(
 ) -> Resolved[M]:
     """The same for any config tree, without the checks between fields."""
     known = dict(leaves(kind))
-    entries = list(_entries(files, overrides, base, defaults))
+    mapping = base.config if isinstance(base, Resolved) else base
+    entries = interpolated(read_entries(files, overrides, mapping, defaults), known)
     notes = list(base.notes) if isinstance(base, Resolved) else []
     given: dict[str, Entry] = {}
-    for entry in settle_advantages(settle_kl(entries)) if aliases else entries:
-        for name in _fields_of(entry, known, aliases, notes):
+    ignored: list[Entry] = []
+    for entry in settle(entries) if aliases else entries:
+        for name in _fields_of(entry, known, aliases, ignored):
             value = _value_for(name, entry, known[name].annotation)
             earlier = given.get(name)
             one_value = not is_open(known[name].annotation)
@@ -103,6 +97,9 @@ def load_model(
             if earlier and isinstance(earlier.value, dict) and isinstance(value, dict) and entry.key != name:
                 value = _merged(earlier.value, value)
             given[name] = replace(entry, value=value)
+    _check_given(given)
+    notes += _about_ignored(ignored)
+    _let_epochs_count(given, notes)
     try:
         config = kind.model_validate(_nest({name: entry.value for name, entry in given.items()}))
     except ValidationError as error:
@@ -114,6 +111,41 @@ def load_model(
     return Resolved(config, _provenance(given, base), list(dict.fromkeys(notes)))
 
 
+def _check_given(given: Mapping[str, Entry]) -> None:
+    for name, entry in given.items():
+        if entry.value == NOT_GIVEN:
+            raise ConfigError(f"{entry.source}: {entry.key}={NOT_GIVEN}: this value is still to be given: {name}=VALUE")
+
+
+def _about_ignored(entries: Sequence[Entry]) -> list[str]:
+    """One note for each reason. A whole tree of another tool as config object says nothing of what its user set: one note in all."""
+    whole = {entry.key for entry in entries if entry.source == BASE}
+    notes = []
+    if len(whole) > WHOLE_TREE:
+        notes.append(
+            f"{len(whole)} keys of the given config, e.g. {min(whole)}, have no effect here (docs/verl_keys.md says why)"
+        )
+        entries = [entry for entry in entries if entry.source != BASE]
+    keys_by_reason: dict[str, dict[str, None]] = {}
+    for entry in entries:
+        theirs = fate(entry.key)
+        assert theirs is not None
+        keys_by_reason.setdefault(theirs.reason, {})[entry.key] = None
+    for reason, keys in keys_by_reason.items():
+        notes.append(f"{', '.join(keys)} {'has' if len(keys) == 1 else 'have'} no effect here: {reason}")
+    return notes
+
+
+def _let_epochs_count(given: dict[str, Entry], notes: list[str]) -> None:
+    """`total_steps` wins over `total_epochs`, but not an example's own over what somebody asked for."""
+    steps, epochs = given.get("trainer.total_steps"), given.get("trainer.total_epochs")
+    if steps and epochs and steps.source == EXAMPLE_DEFAULT != epochs.source and steps.value is not None:
+        del given["trainer.total_steps"]
+        notes.append(
+            f"{epochs.key}={show(epochs.value)}: the example's own trainer.total_steps={steps.value} is left out"
+        )
+
+
 def show_config(resolved: Resolved[Any]) -> str:
     """Every key with its value and where it came from."""
     return show_tree(resolved.config, resolved.provenance, resolved.notes)
@@ -123,7 +155,8 @@ def _provenance(given: Mapping[str, Entry], base: Any) -> dict[str, str]:
     """Where each value came from. What a config object holds at its default, or got from elsewhere, is told as such."""
     origins: dict[str, str] = {}
     for name, entry in given.items():
-        origins[name] = entry.source if entry.key == name else f"{entry.source} (as {entry.key})"
+        ours = entry.key == name or entry.key.startswith(f"{name}.")
+        origins[name] = entry.source if ours else f"{entry.source} (as {entry.key})"
     config = base.config if isinstance(base, Resolved) else base
     if isinstance(config, BaseModel):
         history = base.provenance if isinstance(base, Resolved) else {}
@@ -138,103 +171,26 @@ def _provenance(given: Mapping[str, Entry], base: Any) -> dict[str, str]:
     return origins
 
 
-def _entries(
-    files: Sequence[str | Path], overrides: Sequence[str], base: Any, defaults: Mapping[str, Any] | None
-) -> Iterator[Entry]:
-    """All settings in rising precedence."""
-    for key, value in flatten(defaults or {}):
-        yield Entry(EXAMPLE_DEFAULT, key, value)
-    if base is not None:
-        for key, value in flatten(_as_mapping(base)):
-            yield Entry(BASE, key, value)
-    for name in files:
-        for key, value in flatten(_read_yaml(Path(name))):
-            yield Entry(str(name), key, value)
-    for override in overrides:
-        key, value, raw = _parse_override(override)
-        if isinstance(value, Mapping) and value:
-            yield from (Entry("argument", name, item) for name, item in flatten(value, f"{key}."))
-        else:
-            yield Entry("argument", key, value, raw)
-
-
-def _as_mapping(base: Any) -> Mapping[Any, Any]:
-    if isinstance(base, Resolved):
-        base = base.config
-    if isinstance(base, BaseModel):
-        return base.model_dump()
-    if type(base).__module__.startswith("omegaconf"):
-        from omegaconf import OmegaConf
-
-        base = OmegaConf.to_container(base, resolve=True)
-    if not isinstance(base, Mapping):
-        raise ConfigError(
-            f"config: found {type(base).__name__}; give a dict, a Config, an OmegaConf tree or load_config([file], overrides)"
-        )
-    return base
-
-
-def _read_yaml(path: Path) -> Mapping[Any, Any]:
-    if not path.is_file():
-        raise ConfigError(f"config file {str(path)!r} does not exist")
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: found {type(tree).__name__}; the file must hold key: value pairs")
-    return tree
-
-
-def _parse_override(text: str) -> tuple[str, Any, str]:
-    """(key, YAML value, value as typed). ``+key=value`` is the same; ``~key`` has no meaning here and is explained."""
-    if text.startswith("~"):
-        key = text[1:].partition("=")[0]
-        raise ConfigError(f"argument {text!r}: keys cannot be removed; leave {key} out, or give the value you want")
-    key, equals, raw = text.lstrip("+").partition("=")
-    key = key.strip()
-    if not equals or not key:
-        raise ConfigError(f"argument {text!r}: expected key=value")
-    try:
-        return key, _number_like(yaml.safe_load(raw)), raw
-    except (yaml.YAMLError, ValueError):  # ValueError: a date that does not exist
-        return key, raw, raw
-
-
-def _number_like(value: Any) -> Any:
-    """YAML 1.1 reads ``1e-5`` as text; people mean the number."""
-    if isinstance(value, str) and value[:1] in "+-.0123456789" and "e" in value.lower():
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    return value
-
-
-def _fields_of(entry: Entry, known: Mapping[str, Any], aliases: bool, notes: list[str]) -> tuple[str, ...]:
-    """The fields that a key, in whatever spelling, sets; unknown keys are errors, keys without effect are noted."""
+def _fields_of(entry: Entry, known: Mapping[str, Any], aliases: bool, ignored: list[Entry]) -> tuple[str, ...]:
+    """The fields that a key, in whatever spelling, sets; unknown keys are errors, keys without effect go to `ignored`."""
     key, value = entry.key, entry.value
     if key in known:
         return (key,)
     if value in (None, {}) and any(name.startswith(f"{key}.") for name in known):
         return ()  # a section with everything in it commented out
-    if aliases:
-        fields = (ALIASES[key],) if key in ALIASES else SPREAD.get(key)
-        if fields is not None:
+    theirs = fate(key) if aliases else None
+    if theirs is not None:
+        if theirs.fields:
             # Elsewhere null means "not given"; here only fields that allow it take it.
-            return tuple(name for name in fields if value is not None or known[name].default is None)
-        if key in ONLY:
-            if any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in ONLY[key]):
-                return ()
-            same = " | ".join(show(allowed) for allowed in ONLY[key])
-            raise ConfigError(f"{entry.source}: {key}={show(value)}: not built yet; allowed: {same}")
-        reason = no_effect_reason(key)
-        if reason is not None:
-            notes.append(f"{key} has no effect here: {reason}")
-            return ()
+            return tuple(name for name in theirs.fields if value is not None or known[name].default is None)
+        if not theirs.only:
+            ignored.append(entry)
+        elif value != NOT_GIVEN and not theirs.takes(value):
+            same = " | ".join(show(allowed) for allowed in theirs.only)
+            raise ConfigError(f"{entry.source}: {key}={show(value)}: {theirs.reason}; allowed: {same}")
+        return ()
+    if aliases and value in (None, {}) and is_foreign_section(key):
+        return ()
     whole = next((name for name in known if key.startswith(f"{name}.") and is_open(known[name].annotation)), None)
     if whole is not None:
         return (whole,)

@@ -102,7 +102,8 @@ class Session:
         return {call.output.id: call for call in calls}
 
     def next_seed(self, prompt_ids: tuple[int, ...], trajectory: str | None) -> int:
-        """A seed for the next call with this prompt: the same in every run, whatever order parallel calls arrive in."""
+        """A seed for the next call with this prompt: the same seeds in every run. Parallel calls with one prompt, of one trajectory or of
+        none, get theirs in the order in which they arrive: they are the same samples, but which call has which may differ."""
         key = hashlib.blake2b(repr((self.seed, trajectory, prompt_ids)).encode(), digest_size=16).digest()
         with self._lock:
             count = self._asked[key]

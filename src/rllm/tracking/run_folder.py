@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import math
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -53,8 +54,8 @@ class RunFolder:
                 raise UserError(f"trainer.run_dir={config.run_dir}: cannot make {path} ({error.strerror})") from error
         _point_latest(root, path)
         folder = cls(path, config.log_episodes)
-        (path / "config.yaml").write_text(to_yaml(resolved.config))
-        (path / "run.json").write_text(json.dumps(_circumstances(resolved), indent=2) + "\n")
+        (path / "config.yaml").write_text(to_yaml(resolved.config), encoding="utf-8")
+        (path / "run.json").write_text(json.dumps(_circumstances(resolved), indent=2) + "\n", encoding="utf-8")
         return folder
 
     def write_metrics(self, metrics: Mapping[str, float]) -> None:
@@ -110,20 +111,30 @@ def _circumstances(resolved: Resolved[Any]) -> dict[str, Any]:
     return {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": sys.argv,
+        "command_line": shlex.join([sys.executable, *sys.argv]),
+        "folder": str(Path.cwd()),
+        "seed": resolved.config.trainer.seed,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": versions,
-        "git_commit": _git_commit(),
+        "git": git_state(Path.cwd()),
         "provenance": resolved.provenance,
         "notes": resolved.notes,
     }
 
 
-def _git_commit() -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, cwd=Path(__file__).parent
-        )
-    except (OSError, subprocess.TimeoutExpired):
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """The commit of the repository that `folder` is in, and whether tracked files differ from it; None outside of one."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=5, cwd=folder)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    if commit is None:
         return None
-    return done.stdout.strip() or None
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if changed is None else bool(changed)}

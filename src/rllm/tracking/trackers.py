@@ -1,4 +1,4 @@
-"""Where a run's numbers go besides its folder: the terminal and TensorBoard.
+"""Where a run's numbers go besides its folder: the terminal, TensorBoard and W&B.
 
 A tracker has `start(facts, total_steps)`, `step(metrics)` and `finish(result)`. Knows nothing of how numbers come about.
 """
@@ -40,6 +40,7 @@ def make_trackers(config: Config, folder: RunFolder) -> list[Tracker]:
     makers = {
         "console": lambda: ConsoleTracker(folder, config),
         "tensorboard": lambda: TensorBoardTracker(folder.path / "tensorboard"),
+        "wandb": lambda: WandbTracker(folder.path, config),
     }
     return [makers[name]() for name in config.trainer.logger]
 
@@ -195,3 +196,40 @@ class TensorBoardTracker:
 
     def finish(self, result: Mapping[str, Any]) -> None:
         self.writer.close()
+
+
+class WandbTracker:
+    """A W&B run named like the run folder, with the whole config. ``WANDB_MODE=offline`` keeps it in the folder, for ``wandb sync``."""
+
+    def __init__(self, folder: Path, config: Config):
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise UserError("trainer.logger: wandb is not installed; pip install 'rllm[wandb]'") from error
+        try:
+            self.run = wandb.init(
+                project=config.trainer.project_name,
+                name=folder.name,
+                dir=str(folder),
+                config=config.model_dump(mode="json"),
+                reinit="create_new",  # a second run in one process is a run of its own
+            )
+        except wandb.Error as error:
+            raise UserError(
+                f"trainer.logger: wandb did not start: {str(error).rstrip('.')}; or set WANDB_MODE=offline to keep the run in its "
+                "folder, or leave wandb out of trainer.logger"
+            ) from error
+
+    def start(self, facts: Mapping[str, Any], total_steps: int) -> None:
+        self.run.config.update({"facts": dict(facts), "total_steps": total_steps})
+
+    def say(self, text: str) -> None:
+        pass
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        self.run.log(dict(metrics), step=int(metrics["step"]))
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        for when, values in result["val"].items():
+            self.run.summary.update({f"{when}/{name}": value for name, value in values.items()})
+        self.run.finish()
