@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rllm.lora.match import by_pattern
+from rllm.lora.scatter import Scatter
 
 Pair = tuple[Tensor, Tensor]
 
@@ -23,26 +24,40 @@ Layout = Mapping[tuple[int, str], Sequence[tuple[str, int]]]
 class LowRankPairs:
     """Stacked (A, B) per (layer, block), ready for the decoder. What the sampler holds after a publish.
 
-    `dropout`, in training only, is applied to the inputs of A.
+    All of them are views of `flat`, laid out in the order of the adapter's blocks. `dropout`, in training only, is applied to the inputs
+    of A. `sums`, in training only, are float32 tensors of the same layout that take the gradients.
     """
 
-    def __init__(self, pairs: dict[tuple[int, str], Pair], dropout: Callable[[Tensor], Tensor] | None = None):
-        self._pairs, self.dropout = pairs, dropout
+    def __init__(
+        self,
+        pairs: dict[tuple[int, str], Pair],
+        ranks: Mapping[tuple[int, str], tuple[int, ...]],
+        flat: Tensor,
+        dropout: Callable[[Tensor], Tensor] | None = None,
+        sums: dict[tuple[int, str], Pair] | None = None,
+    ):
+        self._pairs, self.ranks, self.flat, self.dropout, self._sums = pairs, ranks, flat, dropout, sums
+        # Where gradients go past autograd, something must still ask it for a backward pass.
+        self.anchor = torch.zeros((), device=flat.device, requires_grad=True) if sums is not None else None
 
     def pair(self, layer: int, block: str) -> Pair | None:
         return self._pairs.get((layer, block))
 
+    def part_ranks(self, layer: int, block: str) -> tuple[int, ...]:
+        """Rows of A that belong to each matrix stacked in the block; the matching columns of B are 0 outside its rows."""
+        return self.ranks[layer, block]
+
+    def sums(self, layer: int, block: str) -> Pair | None:
+        """Where the gradients of the pair are added up; None where autograd does that."""
+        return self._sums.get((layer, block)) if self._sums is not None else None
+
     @property
     def nbytes(self) -> int:
-        return sum(a.nbytes + b.nbytes for a, b in self._pairs.values())
+        return self.flat.nbytes
 
     def equals(self, other: LowRankPairs) -> bool:
         """Whether both hold the same numbers, bit for bit."""
-        return self._pairs.keys() == other._pairs.keys() and all(
-            torch.equal(mine, theirs)
-            for key in self._pairs
-            for mine, theirs in zip(self._pairs[key], other._pairs[key], strict=True)
-        )
+        return self.ranks == other.ranks and torch.equal(self.flat, other.flat)
 
 
 class LoraAdapter(nn.Module):
@@ -79,6 +94,8 @@ class LoraAdapter(nn.Module):
         self.a = nn.ParameterDict()
         self.b = nn.ParameterDict()
         self.scales: dict[str, float] = {}
+        # How the matrices go into a snapshot; made again when one of them is replaced.
+        self._filling: tuple[torch.dtype, Scatter] | None = None
         for name in modules:
             inputs, outputs = shapes[name]
             own = by_pattern(rank_pattern or {}, name, rank)
@@ -98,6 +115,7 @@ class LoraAdapter(nn.Module):
         self.a[_key(name)] = nn.Parameter(a.float().to(device))
         self.b[_key(name)] = nn.Parameter(b.float().to(device))
         self.scales[name] = scale
+        self._filling = None
 
     def alpha_of(self, name: str) -> float:
         """The alpha that gives this module its scale."""
@@ -107,17 +125,90 @@ class LoraAdapter(nn.Module):
     def pairs(self, dtype: torch.dtype, training: bool = False) -> LowRankPairs:
         """Stacked pairs in `dtype`; gradients flow back to the float32 matrices. `training` True drops inputs, if any are to be."""
         pairs = {key: self._stack(parts, dtype) for key, parts in self.layout.items()}
-        return LowRankPairs(pairs, self._drop if training and self.dropout else None)
+        flat = torch.cat([matrix.detach().reshape(-1) for pair in pairs.values() for matrix in pair])
+        return LowRankPairs(pairs, self.part_ranks(), flat, self._drop if training and self.dropout else None)
 
     @torch.no_grad()
     def snapshot(self, dtype: torch.dtype) -> LowRankPairs:
         """The pairs as they are now, apart from the trained tensors: what is published."""
-        return LowRankPairs(
-            {
-                key: (a.clone(), b.clone())
-                for key, (a, b) in ((key, self._stack(parts, dtype)) for key, parts in self.layout.items())
-            }
+        ranks = self.part_ranks()
+        flat = torch.zeros(self._size(ranks), dtype=dtype, device=self._device)
+        if self._filling is None or self._filling[0] is not dtype:
+            scatter = Scatter(*self._matched(self._views(flat, ranks), ranks), target=flat)
+            self._filling = (dtype, scatter)
+        self._filling[1].run(target=flat)
+        return LowRankPairs(self._views(flat, ranks), ranks, flat)
+
+    def accumulating(self, dtype: torch.dtype) -> tuple[LowRankPairs, Callable[[], None]]:
+        """Pairs to train on in several backward passes, which add their gradients to `sums` in float32, and what to call after the
+        last: it adds the sums to the gradients of the matrices."""
+        held = self.snapshot(dtype)
+        sums = torch.zeros(held.flat.shape, device=self._device)
+        views = self._views(sums, held.ranks)
+
+        @torch.no_grad()
+        def finish() -> None:
+            matrices, pieces, scales = self._matched(views, held.ranks)
+            gradients = []
+            for matrix in matrices:
+                if matrix.grad is None:
+                    matrix.grad = torch.zeros_like(matrix)
+                gradients.append(matrix.grad)
+            Scatter(pieces, gradients, scales, add=True).run()
+
+        pairs = LowRankPairs(self._views(held.flat, held.ranks), held.ranks, held.flat, None, views)
+        return pairs, finish
+
+    def part_ranks(self) -> dict[tuple[int, str], tuple[int, ...]]:
+        """For every (layer, block) the rank of each matrix in it, 0 where it has no update."""
+        return {
+            key: tuple(self.a[_key(name)].shape[0] if _key(name) in self.a else 0 for name, _ in parts)
+            for key, parts in self.layout.items()
+        }
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.a.values())).device
+
+    def _inputs(self, key: tuple[int, str]) -> int:
+        return next(self.a[_key(name)].shape[1] for name, _ in self.layout[key] if _key(name) in self.a)
+
+    def _size(self, ranks: Mapping[tuple[int, str], tuple[int, ...]]) -> int:
+        return sum(
+            sum(ranks[key]) * (self._inputs(key) + sum(rows for _, rows in parts)) for key, parts in self.layout.items()
         )
+
+    def _views(self, flat: Tensor, ranks: Mapping[tuple[int, str], tuple[int, ...]]) -> dict[tuple[int, str], Pair]:
+        """(A [R, in], B [rows, R]) of every block as views of `flat`."""
+        views: dict[tuple[int, str], Pair] = {}
+        place = 0
+        for key, parts in self.layout.items():
+            rank, inputs, rows = sum(ranks[key]), self._inputs(key), sum(height for _, height in parts)
+            a = flat[place : place + rank * inputs].view(rank, inputs)
+            place += a.numel()
+            b = flat[place : place + rows * rank].view(rows, rank)
+            place += b.numel()
+            views[key] = (a, b)
+        return views
+
+    def _matched(
+        self, views: Mapping[tuple[int, str], Pair], ranks: Mapping[tuple[int, str], tuple[int, ...]]
+    ) -> tuple[list[Tensor], list[Tensor], list[float]]:
+        """(the adapter's matrices, where each stands in `views`, what it is scaled by there)."""
+        matrices: list[Tensor] = []
+        pieces: list[Tensor] = []
+        scales: list[float] = []
+        for key, parts in self.layout.items():
+            a_all, b_all = views[key]
+            row = column = 0
+            for (name, height), rank in zip(parts, ranks[key], strict=True):
+                if rank:
+                    a, b = self.matrices(name)
+                    matrices += [a, b]
+                    pieces += [a_all[column : column + rank], b_all[row : row + height, column : column + rank]]
+                    scales += [1.0, self.scales[name]]
+                row, column = row + height, column + rank
+        return matrices, pieces, scales
 
     def _stack(self, parts: Sequence[tuple[str, int]], dtype: torch.dtype) -> Pair:
         """A of the block's matrices one above the other; B block-diagonal, the scale folded in."""

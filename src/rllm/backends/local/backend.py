@@ -44,7 +44,7 @@ from rllm.backends.local.model import Decoder
 from rllm.config.check import quantization_problem
 from rllm.config.schema import Config, ModelConfig
 from rllm.errors import ConfigError, ModelError
-from rllm.lora.adapter import LoraAdapter, LowRankPairs
+from rllm.lora.adapter import LoraAdapter
 
 # What is sampled after every publish, and by how much sampler and trainer may then differ. Measured differences: bench/RESULTS.md.
 PROBE_TEXTS = ("The sum of 17 and 25 is", "One of the solutions is right:")
@@ -69,7 +69,7 @@ class LocalBackend:
         start = copy.deepcopy(model) if has_reference and not adapters else None
         self.learner = Learner(model, adapters, frozen=self._initial, start=start)
         self.policy_version = 0
-        self.engine = Engine(
+        self.engine = _engine_class(model)(
             model,
             eos_ids=end_of_turn_ids(folder, tokenizer),
             max_batch=config.rollout.max_batch,
@@ -158,11 +158,9 @@ class LocalBackend:
         )
 
     def _sampler_holds_the_adapters(self) -> bool:
-        def same(name: str, adapter: LoraAdapter) -> bool:
-            held = self.engine.adapters.get(name)
-            return isinstance(held, LowRankPairs) and held.equals(adapter.snapshot(self.model.dtype))
-
-        return all(same(name, adapter) for name, adapter in self.adapters.items())
+        return all(
+            self.engine.holds(name, adapter.snapshot(self.model.dtype)) for name, adapter in self.adapters.items()
+        )
 
     def describe(self) -> dict[str, Any]:
         return describe(self.config, self.model, self.learner, self.engine)
@@ -249,6 +247,14 @@ class LocalBackend:
         newest = {name: adapter.snapshot(self.model.dtype) for name, adapter in self.adapters.items()}
         self.engine.publish({**self._initial, **newest} or {DEFAULT_ADAPTER: None}, self.policy_version)
         self.published_bytes = sum(pairs.nbytes for pairs in newest.values())
+
+
+def _engine_class(model: Decoder) -> type[Engine]:
+    if not model.fused:
+        return Engine
+    from rllm.backends.local.cuda.engine import CudaEngine
+
+    return CudaEngine
 
 
 def pick_device(name: str) -> torch.device:

@@ -24,6 +24,7 @@ from rllm.backends.local.handover import outbox_of_running_loop
 from rllm.backends.local.kv_cache import DecodeAttention, KVCache, default_kv_bytes
 from rllm.backends.local.model import Decoder, LowRank, PackedCausal
 from rllm.backends.local.sampling import BatchParams, sample, uniforms
+from rllm.lora.adapter import LowRankPairs
 
 # Prompt tokens read at once: on CPU few enough for the activations to stay in its caches, on CUDA enough to fill the device.
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}
@@ -35,13 +36,14 @@ MIN_TEMPERATURE = 1e-5
 
 
 @dataclass(eq=False)
-class _Request:
+class Request:
     """One completion under way."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
     adapter: str
     limit: int
+    seed: int
     future: Future[Completion]
     uniforms: np.ndarray
     on_token: OnToken | None = None
@@ -101,12 +103,8 @@ class Engine:
         self.adapters: dict[str, LowRank | None] = {BASE: None}
         self._seeds = np.random.Generator(np.random.Philox(key=seed))
         self.kv_bytes = default_kv_bytes(model.device) if kv_bytes is None else kv_bytes
-        self._cache = KVCache(model.config, model.dtype, model.device, max_model_len, self.kv_bytes)
-        self._prefixes: OrderedDict[_PromptKey, _Prefix] = OrderedDict()
-        self._prefix_bytes = 0
-        self._running: list[_Request] = []
-        self._settings: BatchParams | None = None
-        self._waiting: deque[_Request] = deque()
+        self._running: list[Request] = []
+        self._waiting: deque[Request] = deque()
         self._commands: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._stats = {
             "generated_tokens": 0,
@@ -118,8 +116,16 @@ class Engine:
         }
         self._wake = threading.Condition()
         self._closed = False
+        self._prepare()
         self._thread = threading.Thread(target=self._loop, name="rllm-engine", daemon=True)
         self._thread.start()
+
+    def _prepare(self) -> None:
+        """Room for the running batch."""
+        self._cache = KVCache(self.model.config, self.model.dtype, self.model.device, self.max_model_len, self.kv_bytes)
+        self._prefixes: OrderedDict[_PromptKey, _Prefix] = OrderedDict()
+        self._prefix_bytes = 0
+        self._settings: BatchParams | None = None
 
     # Called from any thread
 
@@ -151,7 +157,9 @@ class Engine:
             if adapter not in self.adapters:  # under the lock, so that a publish meanwhile cannot miss this request
                 raise _unknown_adapter(adapter, self.adapters)
             seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
-            request = _Request(tuple(prompt_ids), params, adapter, limit, Future(), uniforms(seed, limit), on_token)
+            request = Request(
+                tuple(prompt_ids), params, adapter, limit, seed, Future(), uniforms(seed, limit), on_token
+            )
             self._waiting.append(request)
             self._wake.notify()
         return request.future
@@ -172,8 +180,8 @@ class Engine:
         def apply() -> None:
             self.adapters = {BASE: None, **adapters}
             self.version = version
-            self._prefixes.clear()
-            self._prefix_bytes = 0
+            self._adopt(self.adapters)
+            self._forget_prefixes()
             self._fail_orphans()
 
         done: Future[None] = Future()
@@ -183,6 +191,11 @@ class Engine:
             self._commands.append((apply, done))
             self._wake.notify()
         done.result()
+
+    def holds(self, name: str, pairs: LowRankPairs) -> bool:
+        """Whether the adapter of that name is sampled with exactly these matrices."""
+        held = self.adapters.get(name)
+        return isinstance(held, LowRankPairs) and held.equals(pairs)
 
     def kv_bytes_of(self, sequences: int, tokens: int) -> int:
         """Bytes of the keys and values of so many sequences of that length."""
@@ -223,14 +236,21 @@ class Engine:
                     self._stats["decode_s"] += time.perf_counter() - admitted
                 except Exception as error:  # a failed step must fail its requests, not end the thread silently
                     for request in self._running:
-                        _fail(request, error)
+                        fail(request, error)
                     self._set_running([])
         for request in [*self._running, *self._waiting]:
-            _fail(request, RuntimeError("the engine was closed"))
+            fail(request, RuntimeError("the engine was closed"))
         for _, done in self._commands:
             done.set_exception(RuntimeError("the engine was closed"))
 
-    def _set_running(self, requests: list[_Request]) -> None:
+    def _adopt(self, adapters: Mapping[str, LowRank | None]) -> None:
+        """Take the newly published weights in, where more is needed than to look them up."""
+
+    def _forget_prefixes(self) -> None:
+        self._prefixes.clear()
+        self._prefix_bytes = 0
+
+    def _set_running(self, requests: list[Request]) -> None:
         self._running = requests
         self._settings = None
 
@@ -248,10 +268,10 @@ class Engine:
     def _fail_orphans(self) -> None:
         """Requests that ask for an adapter no longer published cannot go on."""
 
-        def orphaned(request: _Request) -> bool:
+        def orphaned(request: Request) -> bool:
             if request.adapter in self.adapters:
                 return False
-            _fail(request, _unknown_adapter(request.adapter, self.adapters))
+            fail(request, _unknown_adapter(request.adapter, self.adapters))
             return True
 
         gone = [slot for slot, request in enumerate(self._running) if orphaned(request)]
@@ -260,9 +280,9 @@ class Engine:
         with self._wake:
             self._waiting = deque(request for request in self._waiting if not orphaned(request))
 
-    def _next_requests(self) -> list[_Request]:
+    def _next_requests(self) -> list[Request]:
         """Take from the queue, in order, what fits beside the running ones even if every sequence grows to its limit."""
-        fresh: list[_Request] = []
+        fresh: list[Request] = []
         longest = max((request.final_length for request in self._running), default=0)
         while self._waiting and (rows := len(self._running) + len(fresh) + 1) <= self.max_batch:
             request = self._waiting[0]
@@ -279,7 +299,7 @@ class Engine:
         fresh = self._next_requests()
         if not fresh:
             return
-        alike: dict[_PromptKey, list[_Request]] = {}
+        alike: dict[_PromptKey, list[Request]] = {}
         for request in fresh:
             alike.setdefault((request.adapter, request.prompt), []).append(request)
         first = len(self._running)
@@ -293,7 +313,7 @@ class Engine:
             logits = torch.stack([prefixes[key].logits for key, requests in alike.items() for _ in requests])
         except Exception as error:
             for request in fresh:
-                _fail(request, error)
+                fail(request, error)
             return
         self._stats["prefix_hits"] += len(fresh) - len(alike)
         joined = [request for requests in alike.values() for request in requests]
@@ -313,7 +333,7 @@ class Engine:
             else:
                 missing.setdefault(key[0], []).append(key[1])
         for adapter, prompts in missing.items():
-            for batch in _by_budget(prompts, PREFILL_TOKENS[self.model.device.type]):
+            for batch in by_budget(prompts, PREFILL_TOKENS[self.model.device.type]):
                 for prompt, prefix in zip(batch, self._prefill_batch(batch, adapter), strict=True):
                     found[adapter, prompt] = self._prefixes[adapter, prompt] = prefix
                     self._prefix_bytes += prefix.nbytes
@@ -364,25 +384,29 @@ class Engine:
         sampled, logprobs = sample(logits, settings, u)
         finished: list[int] = []
         for slot, request, token, logprob in zip(slots, rows, sampled.tolist(), logprobs.tolist(), strict=True):
-            request.ids.append(token)
-            request.logprobs.append(logprob)
-            request.versions.append(self.version)
-            try:
-                reason = self._finish_reason(request)
-            except Exception as error:  # what is wrong with one row does not concern the others
+            if self._accept(request, token, logprob, self.version):
                 finished.append(slot)
-                _fail(request, error)
-                continue
-            if request.on_token is not None:
-                request.on_token(token, logprob)
-            if reason is not None:
-                finished.append(slot)
-                _finish(request, reason)
         self._stats["generated_tokens"] += len(rows)
         if finished:
             self._remove(finished)
 
-    def _finish_reason(self, request: _Request) -> FinishReason | None:
+    def _accept(self, request: Request, token: int, logprob: float, version: int) -> bool:
+        """Add one token to a request; True if it is done, well or not."""
+        request.ids.append(token)
+        request.logprobs.append(logprob)
+        request.versions.append(version)
+        try:
+            reason = self._finish_reason(request)
+        except Exception as error:  # what is wrong with one row does not concern the others
+            fail(request, error)
+            return True
+        if request.on_token is not None:
+            request.on_token(token, logprob)
+        if reason is not None:
+            _finish(request, reason)
+        return reason is not None
+
+    def _finish_reason(self, request: Request) -> FinishReason | None:
         token = request.ids[-1]
         if not math.isfinite(request.logprobs[-1]):
             raise FloatingPointError(
@@ -426,7 +450,7 @@ def _unknown_adapter(name: str, published: Mapping[str, object]) -> ValueError:
     return ValueError(f"unknown adapter {name!r}; published are {', '.join(sorted(published))}")
 
 
-def _by_budget(prompts: list[tuple[int, ...]], tokens: int) -> Iterator[list[tuple[int, ...]]]:
+def by_budget(prompts: list[tuple[int, ...]], tokens: int) -> Iterator[list[tuple[int, ...]]]:
     """Batches of prompts of like length, each at most `tokens` when padded to its longest (or one prompt)."""
     batch: list[tuple[int, ...]] = []
     for prompt in sorted(prompts, key=len):
@@ -437,14 +461,14 @@ def _by_budget(prompts: list[tuple[int, ...]], tokens: int) -> Iterator[list[tup
     yield batch
 
 
-def _finish(request: _Request, reason: FinishReason) -> None:
+def _finish(request: Request, reason: FinishReason) -> None:
     try:
         request.future.set_result(Completion(request.ids, request.logprobs, request.versions, reason))
     except InvalidStateError:  # cancelled in this very moment
         pass
 
 
-def _fail(request: _Request, error: Exception) -> None:
+def fail(request: Request, error: Exception) -> None:
     try:
         request.future.set_exception(error)
     except InvalidStateError:

@@ -19,14 +19,15 @@ from torch.utils.checkpoint import checkpoint
 from rllm.algorithms.losses import Tokens, kl_terms, token_loss, token_weights
 from rllm.algorithms.spec import Losses, loss_of
 from rllm.backends.base import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, AdamParams, Datum, LossSpec, initial_of
-from rllm.backends.local.model import Decoder, LowRank, PackedCausal
+from rllm.backends.local.model import HEAD, Decoder, LowRank, PackedCausal
 from rllm.backends.local.sums import Sums
+from rllm.backends.local.transfer import to_device
 from rllm.lora.adapter import LoraAdapter
 
 # Tokens x vocabulary held at once when logits are turned into log-probabilities (float32: 64 MiB).
 LOGIT_ELEMENTS = 16 * 2**20
 # Measured: on CPU smaller micro-batches stay in cache, a GPU wants larger ones.
-MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 32768}
+MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 6144}
 # Memory that the activations of a micro-batch may take on CPU, and the share of it on a GPU.
 CPU_ACTIVATION_BYTES = 2 * 2**30
 GPU_ACTIVATION_SHARE = 0.25
@@ -57,6 +58,8 @@ class Learner:
             model.full_finetuning()
         self.masters = _float32_masters(model) if not self.adapters else {}
         self.optimizer: torch.optim.AdamW | None = None
+        # The adapters as the passes of one `forward_backward` see them, where they differ from `adapters`.
+        self._accumulating: dict[str, LowRank] = {}
 
     def trainable(self) -> list[torch.nn.Parameter]:
         """What the optimizer steps: the adapters' matrices, or every weight (its float32 master where the base is narrower)."""
@@ -73,19 +76,36 @@ class Learner:
         counts = [datum.n_trained for datum in data]
         weights = {key: token_weights(spec, counts) for key, spec in specs.items()}
         sums = Sums()
+        finish = self._accumulate({datum.adapter for datum in data})
         for (adapter, key), rows in self._micro_batches(data, lambda d: (d.adapter, id(loss_of(loss, d.role)))):
             chosen = [data[i] for i in rows if counts[i]]
             if not chosen:
                 continue
             spec = specs[key]
             batch = self._token_logprobs(chosen, adapter, entropy_gradient=spec.entropy_coeff > 0)
-            lengths = torch.tensor([d.n_trained for d in chosen], device=self.model.device)
-            weight = torch.tensor([weights[key][i] for i in rows if counts[i]], device=self.model.device)
+            lengths = to_device([d.n_trained for d in chosen], self.model.device)
+            weight = to_device([weights[key][i] for i in rows if counts[i]], self.model.device)
             per_token = weight.repeat_interleave(lengths, output_size=len(batch.logprobs))
             total = (per_token * _losses(spec, batch, lengths, sums)).sum()
             total.backward()
             sums.add("loss", total.detach())
+        finish()
         return sums.metrics()
+
+    def _accumulate(self, names: set[str]) -> Callable[[], None]:
+        """Where the fused layers add up the adapters' gradients themselves, make these adapters ready for that; what returns ends it."""
+        if not self.model.fused:
+            return lambda: None
+        plain = {name: self.adapters[name] for name in names & self.adapters.keys() if not self.adapters[name].dropout}
+        ready = {name: a.accumulating(self.model.dtype) for name, a in plain.items() if HEAD not in a.layout}
+        self._accumulating = {name: pairs for name, (pairs, _) in ready.items()}
+
+        def finish() -> None:
+            self._accumulating = {}
+            for _, add in ready.values():
+                add()
+
+        return finish
 
     @torch.no_grad()
     def logprobs(
@@ -172,32 +192,37 @@ class Learner:
         for shared, rows in by_key.items():
             rows.sort(key=lambda i: len(data[i].ids))
             batch: list[int] = []
+            tokens = 0
             for i in rows:
-                if batch and (len(batch) + 1) * len(data[i].ids) > self.micro_batch_tokens:
+                # Sorted by length, so the newest row is the longest, to which the others are padded where there is padding.
+                length = len(data[i].ids)
+                tokens = tokens + length if self.model.fused else (len(batch) + 1) * length
+                if batch and tokens > self.micro_batch_tokens:
                     yield shared, batch
-                    batch = []
+                    batch, tokens = [], length
                 batch.append(i)
             yield shared, batch
 
     def _token_logprobs(self, rows: Sequence[Datum], adapter: str, entropy_gradient: bool = False) -> _Trained:
         """The trained tokens of `rows` under the policy `adapter`, row after row."""
         device = self.model.device
-        ids = torch.tensor([token for row in rows for token in row.ids], device=device)
+        ids = to_device([token for row in rows for token in row.ids], device)
         mask = torch.tensor([m for row in rows for m in row.mask], dtype=torch.bool)
-        trained = mask.nonzero().squeeze(1).to(device)
+        trained = to_device(mask.nonzero().squeeze(1), device)
         attend = PackedCausal([len(row.ids) for row in rows], device)
         model, lora = self._policy(adapter)
         hidden = model(ids, attend.positions, attend, lora)
         # The token at position t is predicted from the hidden state at t - 1; entry 0 of a row is never trained.
         predicting = hidden.index_select(0, trained - 1)
-        temperatures = torch.tensor([row.temperature for row in rows for _ in range(row.n_trained)], device=device)
-        logprobs, entropy = self._chunked_logprobs(
-            predicting,
-            ids.index_select(0, trained),
-            temperatures,
-            partial(model.logits, lora=lora),
-            entropy_gradient,
-        )
+        temperatures = to_device([row.temperature for row in rows for _ in range(row.n_trained)], device)
+        targets = ids.index_select(0, trained)
+        if model.fused and not entropy_gradient and (lora is None or lora.pair(*HEAD) is None):
+            from rllm.backends.local.cuda.train import token_logprobs
+
+            logprobs, entropy = token_logprobs(model, predicting, targets, temperatures)
+        else:
+            logits = partial(model.logits, lora=lora)
+            logprobs, entropy = self._chunked_logprobs(predicting, targets, temperatures, logits, entropy_gradient)
         return _Trained(rows, mask, logprobs, entropy)
 
     def _chunked_logprobs(
@@ -226,6 +251,8 @@ class Learner:
 
     def _policy(self, adapter: str) -> tuple[Decoder, LowRank | None]:
         """(weights, low-rank updates) of a policy by the name of its adapter."""
+        if adapter in self._accumulating:
+            return self.model, self._accumulating[adapter]
         if adapter in self.adapters:
             return self.model, self.adapters[adapter].pairs(self.model.dtype, training=torch.is_grad_enabled())
         if adapter in self.frozen:
@@ -257,7 +284,7 @@ class _Trained:
             if len(own) != len(row.ids):
                 raise ValueError(f"Datum.{field}: {len(own)} values in a row of {len(row.ids)} tokens")
             values += own
-        return torch.tensor(values, dtype=torch.float32)[self.mask].to(self.logprobs.device)
+        return to_device(torch.tensor(values, dtype=torch.float32)[self.mask], self.logprobs.device)
 
     def has(self, field: str) -> bool:
         return any(getattr(row, field) for row in self.rows)
@@ -302,6 +329,9 @@ def _count_divergence(sums: Sums, logprobs: Tensor, old: Tensor, sampler: Tensor
 def activation_bytes_per_token(model: Decoder) -> int:
     """Bytes kept per token for the backward pass, counted with autograd's saved-tensor hooks on three shapes (within 20 %)."""
     c = model.config
+    if model.fused:  # layer input and middle residual (float32), queries/keys/values, attention's result, gate and up
+        kept = sum(c.block_rows("qkv")) + c.block_inputs("o") + 2 * c.intermediate_size
+        return c.n_layers * (kept * model.dtype.itemsize + 8 * c.hidden_size)
     kept = 8 * (c.hidden_size + (c.n_heads + c.n_kv_heads) * c.head_dim) + 5 * c.intermediate_size
     return kept * c.n_layers * model.dtype.itemsize
 

@@ -6,7 +6,8 @@ How tokens see each other is the caller's business (`Attend`), and so are files,
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rllm.backends.local.transfer import to_device
 from rllm.errors import ModelError
 
 # The matrices that share an input are stored as one, so that each is one product. Order is the order of the rows.
@@ -84,8 +86,15 @@ class LowRank(Protocol):
     """
 
     dropout: Dropout | None
+    anchor: Tensor | None
+    ranks: Mapping[tuple[int, str], tuple[int, ...]]
+    flat: Tensor
 
     def pair(self, layer: int, block: str) -> tuple[Tensor, Tensor] | None: ...
+
+    def part_ranks(self, layer: int, block: str) -> tuple[int, ...]: ...
+
+    def sums(self, layer: int, block: str) -> tuple[Tensor, Tensor] | None: ...
 
 
 class FusedLinear(nn.Module):
@@ -211,6 +220,7 @@ class Decoder(nn.Module):
             )
         )
         self._rope: tuple[Tensor, Tensor] | None = None
+        self.fused = fused_path_missing(config, torch.device(device)) is None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -223,19 +233,29 @@ class Decoder(nn.Module):
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, lora: LowRank | None = None) -> Tensor:
         """Final hidden states [N, hidden] (normalised) of packed tokens `ids` [N] at `positions` [N]."""
         x = F.embedding(ids, self.embed)
-        cos, sin = self._rotary(positions)
-        for layer in self.layers:
-            x = layer(x, cos, sin, attend, lora)
+        if self.fused and isinstance(attend, PackedCausal) and (lora is None or lora.dropout is None):
+            from rllm.backends.local.cuda.train import fused_layers
+
+            x = fused_layers(self, x, attend, lora)
+        else:
+            cos, sin = self._rotary(positions)
+            for layer in self.layers:
+                x = layer(x, cos, sin, attend, lora)
         return rms_norm(x, self.final_norm, self.config.rms_eps)
 
     def logits(self, hidden: Tensor, lora: LowRank | None = None) -> Tensor:
         """[N, vocab] in float32, from hidden states [N, hidden]."""
-        logits = F.linear(hidden, self.embed if self.head is None else self.head)
+        logits = FloatLogits.apply(hidden, self.output_weight)
         pair = None if lora is None else lora.pair(*HEAD)
         if lora is not None and pair is not None:
             adapted = hidden if lora.dropout is None else lora.dropout(hidden)
-            logits = logits + F.linear(F.linear(adapted, pair[0]), pair[1])
-        return logits.float()
+            logits = logits + FloatLogits.apply(F.linear(adapted, pair[0]), pair[1])
+        return logits
+
+    @property
+    def output_weight(self) -> Tensor:
+        """[vocab, hidden]; the embeddings where the two are tied."""
+        return self.embed if self.head is None else self.head
 
     @property
     def quantized(self) -> bool:
@@ -327,23 +347,60 @@ class Decoder(nn.Module):
         return digest.hexdigest()
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [N, 1, head_dim] in the model's dtype. The table is made once for the longest position."""
-        if self._rope is None:
+        """cos and sin [N, 1, head_dim] in the model's dtype."""
+        cos, sin = self.rotary_tables()
+        return F.embedding(positions, cos).unsqueeze(1), F.embedding(positions, sin).unsqueeze(1)
+
+    def rotary_tables(self) -> tuple[Tensor, Tensor]:
+        """cos and sin [positions, head_dim], made once for the longest position; the first half of sin is negative."""
+        if self._rope is not None:
+            return self._rope
+        with torch.inference_mode(False), torch.no_grad():  # whoever asks first, training reads them too
             angles = torch.outer(
                 torch.arange(self.config.max_position, device=self.device, dtype=torch.float32), self.inv_freq
             )
             cos, sin = angles.cos() * self.rope_scale, angles.sin() * self.rope_scale
             self._rope = (torch.cat((cos, cos), dim=-1).to(self.dtype), torch.cat((-sin, sin), dim=-1).to(self.dtype))
-        cos, sin = self._rope
-        return F.embedding(positions, cos).unsqueeze(1), F.embedding(positions, sin).unsqueeze(1)
+        return self._rope
+
+
+class FloatLogits(torch.autograd.Function):
+    """``x W^T`` in float32, also from narrower factors: rounded to bfloat16 a logit of 16 may be off by 0.06."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        if x.is_cuda and x.dtype != torch.float32:
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return F.linear(x, weight).float()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].to(x.dtype)
+        return (
+            grad @ weight if ctx.needs_input_grad[0] else None,
+            grad.t() @ x if ctx.needs_input_grad[1] else None,
+        )
+
+
+def fused_path_missing(config: DecoderConfig, device: torch.device) -> str | None:
+    """Why the CUDA kernels cannot run a model; None if they can."""
+    if device.type != "cuda":
+        return "they need a CUDA device"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if config.head_dim not in (32, 64, 128, 256):
+        return f"head_dim {config.head_dim} is not 32, 64, 128 or 256"
+    return None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square normalisation over the last axis (Zhang and Sennrich 2019), statistics in float32."""
     h = x.float()
     if x.is_cuda:  # one fused kernel there; on CPU torch takes it apart, more slowly than this
-        return F.rms_norm(h, (x.shape[-1],), None, eps).to(x.dtype) * weight
-    return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+        return F.rms_norm(h, (x.shape[-1],), None, eps).to(weight.dtype) * weight
+    return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)).to(weight.dtype) * weight
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -366,16 +423,22 @@ class PackedCausal:
         self.n, self.longest = len(lengths), max(lengths)
         self.ragged = any(length != self.longest for length in lengths)
         sizes = torch.tensor(lengths)
+        ends = torch.cumsum(sizes, 0)
         row = torch.repeat_interleave(torch.arange(self.n), sizes)
-        starts = torch.cumsum(sizes, 0) - sizes
-        self.positions = (torch.arange(int(sizes.sum())) - starts[row]).to(device)
-        self.slots = (row.to(device) * self.longest) + self.positions
-        self.last = (torch.cumsum(sizes, 0) - 1).to(device)
+        positions = torch.arange(int(ends[-1])) - (ends - sizes)[row]
+        self.positions = to_device(positions, device)
+        self.slots = to_device(row * self.longest + positions, device)
+        self.last = to_device(ends - 1, device)
+        self.bounds = to_device(F.pad(ends, (1, 0)).to(torch.int32), device)
         self.kept: list[tuple[Tensor, Tensor]] | None = [] if keep else None
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def note(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Called with what each layer attends to, [N, kv_heads, head_dim] each."""
         if self.kept is not None:
             self.kept.append((k, v))
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.note(layer, k, v)
         q, k, v = (self._pad(t).transpose(1, 2) for t in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         flat = out.transpose(1, 2).reshape(self.n * self.longest, q.shape[1], -1)

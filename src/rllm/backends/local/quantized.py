@@ -25,6 +25,7 @@ def quantize_decoder(model: Decoder, device: torch.device) -> None:
         for block in BLOCKS:
             setattr(layer, block, Nf4Linear(getattr(layer, block), device))
     model.to(device)
+    model.fused = False  # the kernels read dense matrices
 
 
 class Nf4Linear(nn.Module):

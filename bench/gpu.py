@@ -1,0 +1,313 @@
+"""Speed and memory on one GPU: sampling, the training part, the whole step, beside their floors. One table for bench/RESULTS.md.
+
+    python bench/gpu.py                     # Qwen3-0.6B shapes, bfloat16, random weights
+    python bench/gpu.py --parts sample train --profile
+
+Checks come first: a part whose numbers are wrong prints no speed. Peers are timed by their own scripts in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from rllm.backends.base import AdamParams, Datum, LossSpec, SamplingParams
+from rllm.backends.local.cuda.engine import CudaEngine
+from rllm.backends.local.learner import Learner
+from rllm.backends.local.model import Decoder, DecoderConfig
+from rllm.lora.adapter import LoraAdapter
+
+SHAPES = {
+    "0.6b": DecoderConfig(151936, 1024, 28, 16, 8, 128, 3072, 1e-6, 40960, True, True, False),
+    "8b": DecoderConfig(151936, 4096, 36, 32, 8, 128, 12288, 1e-6, 40960, False, True, False),
+    "tiny": DecoderConfig(4096, 256, 2, 4, 2, 64, 512, 1e-6, 4096, True, True, False),
+}
+BANDWIDTH, FLOPS = 4.24e12, 788e12  # measured on one H200: device copy, bfloat16 products
+
+
+def random_decoder(config: DecoderConfig, seed: int = 0) -> Decoder:
+    """Weights as a fresh transformers model has them: normal with deviation 0.02, norms 1."""
+    inv_freq = 1.0 / 1e6 ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+    model = Decoder(config, inv_freq, dtype=torch.bfloat16, device="cuda")
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data.fill_(1.0) if "norm" in _name_of(model, parameter) else parameter.data.normal_(0, 0.02)
+    return model
+
+
+def _name_of(model: Decoder, parameter: torch.nn.Parameter) -> str:
+    return next(name for name, p in model.named_parameters() if p is parameter)
+
+
+def adapter_of(model: Decoder, rank: int, seed: int = 0) -> LoraAdapter:
+    """On every linear layer but the head, with B as after some training, so that it matters."""
+    names = [name for name in model.linear_shapes() if name != "lm_head"]
+    adapter = LoraAdapter(
+        model.linear_shapes(), names, model.block_layout(), rank=rank, alpha=rank, seed=seed, device="cuda"
+    )
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for b in adapter.b.values():
+        b.data.normal_(0, 0.01, generator=generator)
+    return adapter
+
+
+def timed(work: Callable[[], object], repeats: int) -> float:
+    """Median seconds of `work`, which is run once before."""
+    work()
+    seconds = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def prompts_of(count: int, length: int, seed: int = 0) -> list[list[int]]:
+    numbers = random.Random(seed)
+    return [[numbers.randrange(1000) for _ in range(length)] for _ in range(count)]
+
+
+def generate(engine: CudaEngine, prompts: list[list[int]], names: list[str], tokens: int, temperature: float = 1.0):
+    futures = [
+        engine.submit(prompt, SamplingParams(tokens, temperature, seed=i), names[i % len(names)])
+        for i, prompt in enumerate(prompts)
+    ]
+    return [future.result() for future in futures]
+
+
+def decode_floor(config: DecoderConfig, batch: int, prompt: int, tokens: int) -> float:
+    """Tokens a second if every step reads the weights and all keys and values once at full bandwidth."""
+    layer = config.hidden_size * (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
+    layer += config.n_heads * config.head_dim * config.hidden_size + 3 * config.hidden_size * config.intermediate_size
+    weights = 2 * (config.n_layers * layer + config.vocab_size * config.hidden_size)
+    per_token = 4 * config.n_layers * config.n_kv_heads * config.head_dim
+    read = weights + batch * per_token * (prompt + tokens / 2)
+    return batch / (read / BANDWIDTH)
+
+
+def check_sampling(model: Decoder, adapter: LoraAdapter) -> dict[str, float]:
+    """Gap between what the sampler reports and what the trainer computes for the same tokens, and greedy tokens against the argmax."""
+    engine = CudaEngine(model, eos_ids=[], max_batch=64, max_model_len=512)
+    engine.publish({"default": adapter.snapshot(model.dtype)}, 1)
+    learner = Learner(model, {"default": adapter})
+    prompts = [prompt[: 30 + 9 * i] for i, prompt in enumerate(prompts_of(24, 256))]
+    rows, gaps, worse = [], [], 0.0
+    for temperature in (1.0, 0.0):
+        for prompt, answer in zip(prompts, generate(engine, prompts, ["default"], 100, temperature), strict=True):
+            row = Datum(prompt + answer.ids, [0] * len(prompt) + [1] * 100)
+            row.logprobs = [0.0] * len(prompt) + answer.logprobs
+            rows.append(row)
+    for i, (row, values) in enumerate(zip(rows, learner.logprobs(rows, trained_only=True), strict=True)):
+        gaps += [abs(a - b) for a, b, m in zip(row.logprobs, values, row.mask, strict=True) if m]
+        if i >= len(prompts):
+            worse = max(worse, _below_best(model, adapter, row))
+    engine.close()
+    return {"gap_mean": statistics.fmean(gaps), "gap_max": max(gaps), "greedy_below_best": worse}
+
+
+@torch.no_grad()
+def _below_best(model: Decoder, adapter: LoraAdapter, row: Datum) -> float:
+    """By how much a greedy token's logit may lie below the best of the plain forward: above rounding, it was the wrong token."""
+    from rllm.backends.local.model import PackedCausal
+
+    pairs = adapter.pairs(model.dtype)
+    attend = PackedCausal([len(row.ids)], "cuda")
+    ids = torch.tensor(row.ids, device="cuda")
+    logits = model.logits(model(ids, attend.positions, attend, pairs), pairs)[:-1]
+    chosen = logits.gather(1, ids[1:, None]).squeeze(1)
+    mask = torch.tensor(row.mask[1:], device="cuda", dtype=torch.bool)
+    return (logits.max(1).values - chosen)[mask].max().item()
+
+
+def bench_sampling(args: argparse.Namespace, config: DecoderConfig) -> None:
+    model = random_decoder(config)
+    adapters = {f"r{rank}": adapter_of(model, rank, rank) for rank in (8, 32)}
+    found = check_sampling(model, adapters["r8"])
+    print("check", {k: f"{v:.2e}" for k, v in found.items()}, flush=True)
+    for batch in args.batches:
+        prompts = prompts_of(batch, args.prompt)
+        floor = decode_floor(config, batch, args.prompt, args.tokens)
+        for label, adapter, names in (
+            ("LoRA r=8", {"default": adapters["r8"].snapshot(model.dtype)}, ["default"]),
+            ("base", {}, ["base"]),
+            ("LoRA r=32", {"default": adapters["r32"].snapshot(model.dtype)}, ["default"]),
+            *(
+                [(
+                    "4 adapters",
+                    {f"a{i}": adapter_of(model, r, i).snapshot(model.dtype) for i, r in enumerate((4, 8, 16, 32))},
+                    [f"a{i}" for i in range(4)],
+                )]
+                if batch == 128
+                else []
+            ),
+        ):  # fmt: skip
+            engine = CudaEngine(model, eos_ids=[], max_batch=batch, max_model_len=args.prompt + args.tokens)
+            engine.publish(adapter, 1)
+
+            def work(engine=engine, prompts=prompts, names=names):
+                engine._forget_prefixes()  # every run reads its prompts
+                return generate(engine, prompts, names, args.tokens)
+
+            seconds = timed(work, args.repeats)
+            rate = batch * args.tokens / seconds
+            stats = engine.stats()
+            print(
+                f"sample batch {batch:3d} {label:10s} {rate:8.0f} tok/s  {seconds:.3f} s  {rate / floor:.2f} of floor "
+                f"{floor:.0f}  prefill {stats['prefill_s']:.2f} s in all",
+                flush=True,
+            )
+            if label == "LoRA r=8":
+                publish = timed(
+                    lambda e=engine, a=adapters["r8"]: e.publish({"default": a.snapshot(model.dtype)}, 2), 5
+                )
+                print(f"  publish {publish * 1e3:.2f} ms")
+                if args.profile and batch <= 128:
+                    profile(lambda e=engine, p=prompts: generate(e, p, ["default"], 32), "sampling")
+            engine.close()
+            del engine
+            torch.cuda.empty_cache()
+
+
+def rows_of_w(args: argparse.Namespace, vocab: int) -> list[Datum]:
+    """Work W: prompts x group rows of prompt + completion tokens."""
+    numbers = random.Random(0)
+    rows = []
+    for prompt in prompts_of(16, args.prompt):
+        for _ in range(8):
+            answer = [numbers.randrange(vocab) for _ in range(args.tokens)]
+            row = Datum(prompt + answer, [0] * args.prompt + [1] * args.tokens)
+            row.logprobs = [0.0] * args.prompt + [-11.9] * args.tokens
+            row.advantages = [0.0] * args.prompt + [numbers.gauss(0, 1)] * args.tokens
+            rows.append(row)
+    return rows
+
+
+def check_training(config: DecoderConfig) -> dict[str, float]:
+    """Loss and gradients of every A and B against the plain path in float32, on four layers of the same widths, ragged rows."""
+    small = dataclasses.replace(config, n_layers=4)
+    fast = random_decoder(small)
+    exact = Decoder(small, fast.inv_freq, dtype=torch.float32, device="cuda")
+    exact.load_state_dict({name: value.float() for name, value in fast.state_dict().items()})
+    exact.fused = False
+    rows = []
+    for i, prompt in enumerate(prompts_of(8, 200)):
+        length = 40 + 20 * i
+        row = Datum(prompt[:length], [0] * 20 + [1] * (length - 20))
+        row.logprobs = [-11.9 * m for m in row.mask]
+        row.advantages = [(-1.0) ** i * m for m in row.mask]
+        rows.append(row)
+    gradients, losses = [], []
+    for model in (fast, exact):
+        adapter = adapter_of(model, 8)
+        learner = Learner(model, {"default": adapter})
+        losses.append(learner.forward_backward(rows, LossSpec(clip_low=10, clip_high=10))["loss"])
+        gradients.append(torch.cat([p.grad.flatten() for p in adapter.parameters() if p.grad is not None]))
+    error = (gradients[0] - gradients[1]).norm() / gradients[1].norm()
+    return {"gradient_error": error.item(), "loss_error": abs(losses[0] - losses[1]) / abs(losses[1])}
+
+
+def bench_step(args: argparse.Namespace, config: DecoderConfig) -> None:
+    """The whole of work W: sample 16 prompts x 8 (each prompt read once), train on what was sampled, step, publish."""
+    prompts = [prompt for prompt in prompts_of(16, args.prompt) for _ in range(8)]
+    for label, rank in (("LoRA r=8", 8), ("LoRA r=32", 32), ("full", 0)):
+        model = random_decoder(config)
+        adapters = {"default": adapter_of(model, rank)} if rank else {}
+        engine = CudaEngine(model, eos_ids=[], max_batch=128, max_model_len=args.prompt + args.tokens)
+        learner = Learner(model, adapters)
+        parts: dict[str, list[float]] = {"sample": [], "train": [], "optimizer": [], "publish": []}
+
+        def publish(version: int, engine=engine, adapters=adapters, model=model):
+            engine.publish(
+                {name: a.snapshot(model.dtype) for name, a in adapters.items()} or {"default": None}, version
+            )
+
+        def timed_part(name: str, work: Callable[[], object], parts=parts):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            result = work()
+            torch.cuda.synchronize()
+            parts[name].append(time.perf_counter() - started)
+            return result
+
+        publish(0)
+        for step in range(args.repeats + 1):
+            answers = timed_part("sample", lambda e=engine: generate(e, prompts, ["default"], args.tokens))
+            rows = []
+            for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+                row = Datum(prompt + answer.ids, [0] * len(prompt) + [1] * len(answer.ids))
+                row.logprobs = [0.0] * len(prompt) + answer.logprobs
+                row.advantages = [0.0] * len(prompt) + [(-1.0) ** i] * len(answer.ids)
+                rows.append(row)
+            timed_part("train", lambda d=rows, n=learner: n.forward_backward(d, LossSpec()))
+            timed_part("optimizer", lambda n=learner: n.optim_step(AdamParams(1e-5)))
+            timed_part("publish", lambda v=step + 1: publish(v))
+        medians = {name: statistics.median(seconds[1:]) for name, seconds in parts.items()}
+        total = statistics.median(sum(seconds) for seconds in list(zip(*parts.values(), strict=True))[1:])
+        print(f"step  {label:10s} {total:.3f} s  " + "  ".join(f"{n} {s:.4f}" for n, s in medians.items()), flush=True)
+        engine.close()
+        del engine, learner, model
+        torch.cuda.empty_cache()
+
+
+def bench_training(args: argparse.Namespace, config: DecoderConfig) -> None:
+    print("check", {k: f"{v:.2e}" for k, v in check_training(config).items()}, flush=True)
+    rows = rows_of_w(args, config.vocab_size)
+    for label, rank in (("LoRA r=8", 8), ("LoRA r=32", 32), ("full", 0)):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        model = random_decoder(config)
+        learner = Learner(model, {"default": adapter_of(model, rank)} if rank else {})
+        forward = timed(lambda learner=learner: learner.forward_backward(rows, LossSpec()), args.repeats)
+        step = timed(lambda learner=learner: learner.optim_step(AdamParams(1e-6)), args.repeats)
+        print(
+            f"train {label:10s} forward+backward {forward:.3f} s  optimizer {step * 1e3:.1f} ms  peak "
+            f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB  micro-batch {learner.micro_batch_tokens} tokens",
+            flush=True,
+        )
+        if args.profile and rank == 8:
+            profile(lambda learner=learner: learner.forward_backward(rows[:16], LossSpec()), "training")
+        del learner, model
+
+
+def profile(work: Callable[[], object], title: str) -> None:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        work()
+        torch.cuda.synchronize()
+    print(f"-- {title}")
+    for event in sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)[:24]:
+        print(f"{event.self_device_time_total / 1e3:9.2f} ms {event.count:6d}x  {event.key[:90]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=["sample", "train", "step"], choices=["sample", "train", "step"])
+    parser.add_argument("--shapes", default="0.6b", choices=list(SHAPES))
+    parser.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__} | vars(args)))
+    if "sample" in args.parts:
+        bench_sampling(args, SHAPES[args.shapes])
+    if "step" in args.parts:
+        bench_step(args, SHAPES[args.shapes])
+    if "train" in args.parts:
+        bench_training(args, SHAPES[args.shapes])
+
+
+if __name__ == "__main__":
+    main()
