@@ -15,6 +15,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -230,7 +231,7 @@ def bench_step(args: argparse.Namespace, config: DecoderConfig) -> None:
                 {name: a.snapshot(model.dtype) for name, a in adapters.items()} or {"default": None}, version
             )
 
-        def timed_part(name: str, work: Callable[[], object], parts=parts):
+        def timed_part(name: str, work: Callable[[], Any], parts=parts) -> Any:
             torch.cuda.synchronize()
             started = time.perf_counter()
             result = work()

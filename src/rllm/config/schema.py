@@ -258,7 +258,7 @@ class TrainerConfig(Section):
         default=None,
         gt=0,
         description="Largest difference of log-probabilities between sampler and trainer that a run goes on with, measured after "
-        "every publish; default: 1e-3 in float32, 0.1 in bfloat16",
+        "every publish; default: 1e-3 in float32, 0.3 in bfloat16",
     )
     project_name: str = Field(default="rllm", description="Project of the run in W&B (logger wandb)")
     experiment_name: str | None = Field(default=None, description="Name of the run folder; default: date and time")

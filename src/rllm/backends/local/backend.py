@@ -49,7 +49,7 @@ from rllm.lora.adapter import LoraAdapter
 # What is sampled after every publish, and by how much sampler and trainer may then differ. Measured differences: bench/RESULTS.md.
 PROBE_TEXTS = ("The sum of 17 and 25 is", "One of the solutions is right:")
 PROBE_TOKENS = 8
-PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 SWITCH_INTERVAL_S = 0.0005
 STATE = "state.safetensors"
 ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
