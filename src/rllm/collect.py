@@ -34,14 +34,15 @@ class Collected:
     def groups(self) -> list[TrajectoryGroup]:
         return [group for unit in self.units for group in unit]
 
-    def add(self, episodes: list[Episode], config: Config) -> None:
-        """Take one batch of episodes in: failed and rewardless ones are counted, the filters applied, the rest is grouped."""
+    def add(self, episodes: list[Episode], config: Config, version: int = 0) -> None:
+        """Take one batch of episodes in: failed and rewardless ones are counted, the filters applied, the rest is grouped. `version` is
+        that of the policy which will be trained."""
         a = config.algorithm
         self.batches += 1
         self.episodes += episodes
         usable = usable_trajectories(episodes, self.account)
         self.rewarded += group_by_role(usable)
-        kept = usable
+        kept = filters.drop_stale(usable, version, a.max_staleness, self.account)
         if a.filter.enable:
             kept = filters.drop_terminated(kept, episodes, filtered_reasons(a), self.account)
         if a.mask_truncated:
@@ -80,14 +81,16 @@ class Collected:
         return metrics
 
 
-def collect(rollouts: Rollouts, batches: Iterator[list[Task]], config: Config, step: int) -> Collected:
+def collect(
+    rollouts: Rollouts, batches: Iterator[list[Task]], config: Config, step: int, version: int = 0
+) -> Collected:
     """Run episodes for the next batch of tasks; with rejection sampling for more batches, until ``data.train_batch_size`` tasks have
     a signal or ``algorithm.rejection_sampling.max_batches`` are run."""
     sampling = config.algorithm.rejection_sampling
     found = Collected()
     limit = sampling.max_batches if sampling.enable else 1
     for attempt in range(limit) if limit else itertools.count():
-        found.add(rollouts.run(next(batches), n=config.rollout.n, step=step, attempt=attempt), config)
+        found.add(rollouts.run(next(batches), n=config.rollout.n, step=step, attempt=attempt), config, version)
         if len(found.units) >= config.data.train_batch_size:
             break
     if sampling.enable:

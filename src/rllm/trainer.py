@@ -151,7 +151,7 @@ class _Run:
     def _train_step(self) -> dict[str, float]:
         """One step, from tasks to a published policy; returns the metrics of the validation after it, if there was one."""
         config, clock = self.trainer.config, time.monotonic()
-        found = collect(self.rollouts, self.batches, config, self.step)
+        found = collect(self.rollouts, self.batches, config, self.step, self.backend.policy_version)
         self.folder.write_episodes(self.step, "train", found.episodes)
         rolled_out = time.monotonic()
         account, metrics = found.account, found.metrics(config)

@@ -76,3 +76,19 @@ def test_a_task_is_kept_if_one_of_its_roles_has_a_signal_and_counted_role_by_rol
     kept = filters.informative(units, account)
     assert kept == units[:1]
     assert account.dropped == {"zero_std": 5, "singleton": 1}
+
+
+def test_a_sample_of_too_old_a_policy_is_stale_and_not_trained():
+    def sampled(*versions):
+        t = trajectory(lengths=(len(versions),))
+        t.steps[0].versions = list(versions)
+        return t
+
+    account = Accounting(generated=5)
+    items = [("t", t) for t in (sampled(3, 3), sampled(3, 4), sampled(4, 5), sampled(5, 5), trajectory())]
+    kept = filters.drop_stale(items, 5, 1, account)
+    assert [t.steps[0].versions for _, t in kept] == [[4, 5], [5, 5], []]
+    assert account.stale == 2
+    account.trained = len(kept)
+    account.check()
+    assert len(filters.drop_stale(items, 5, 2, Accounting())) == 5

@@ -31,6 +31,19 @@ def drop_terminated(
     return kept
 
 
+def drop_stale(items: Iterable[Item], version: int, max_staleness: int, account: Accounting) -> list[Item]:
+    """`items` without those of which a token was sampled by a policy more than `max_staleness` versions older than `version`, counted as
+    stale. Tokens that carry no version are taken as current."""
+    kept: list[Item] = []
+    for task, trajectory in items:
+        oldest = min((v for step in trajectory.steps for v in step.versions), default=version)
+        if version - oldest > max_staleness:
+            account.stale += 1
+        else:
+            kept.append((task, trajectory))
+    return kept
+
+
 def drop_truncated(items: Iterable[Item], account: Accounting) -> list[Item]:
     """`items` without those of which a completion was cut off at its token limit, counted as ``truncated``
     (overlong filtering, Yu et al. 2025, DAPO, sec. 3.4)."""

@@ -118,6 +118,11 @@ class AlgorithmConfig(Section):
     )
     rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
     filter: FilterConfig = Field(default_factory=FilterConfig)
+    max_staleness: int = Field(
+        default=0,
+        ge=0,
+        description="How many policy versions older than the current one a sampled token may be; what is older is not trained",
+    )
     mask_truncated: bool = Field(
         default=False, description="Do not train trajectories of which a completion was cut off at its token limit"
     )
