@@ -152,7 +152,7 @@ def test_the_gradients_of_mini_batches_add_up_to_that_of_the_whole_step(update_o
     for i, expected in enumerate(whole.backend.gradients[0]):
         # token-mean divides by the tokens of the mini-batch
         total = sum(n / sum(tokens) * g[i] for n, g in zip(tokens, parts.backend.gradients, strict=True))
-        assert (total - expected).abs().max() <= 1e-5 * expected.abs().max() + 1e-9
+        assert (total - expected).abs().max() <= 1e-4 * expected.abs().max() + 1e-9
     assert max(g.abs().max() for g in whole.backend.gradients[0]) > 1e-4
 
 
