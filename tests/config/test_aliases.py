@@ -265,3 +265,17 @@ def test_a_verl_script_without_a_rank_is_told_which_default_applies():
     assert not told("actor_rollout_ref.model.lora_rank=8")
     full = load_config(overrides=["actor_rollout_ref.model.lora_rank=0"])
     assert full.config.lora.rank == 0 and full.config.lora.adapters() == {}
+
+
+@pytest.mark.parametrize(
+    "typed, also, field",
+    [
+        (f"{ACTOR}.use_kl_loss=false", "algorithm.kl_beta=0.1", "algorithm.kl_beta"),
+        ("rllm.stepwise_advantage.enable=false", "algorithm.stepwise=per_step", "algorithm.stepwise"),
+        ("algorithm.norm_adv_by_std_in_grpo=false", "algorithm.grpo_std=sample", "algorithm.grpo_std"),
+    ],
+)
+def test_two_spellings_that_disagree_are_told_as_they_were_given(typed, also, field):
+    with pytest.raises(ConfigError) as error:
+        load_config(overrides=[typed, also])
+    assert str(error.value) == f"argument: {typed} and {also} both set {field}, differently; give one"

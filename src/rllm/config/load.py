@@ -81,6 +81,7 @@ def load_model(
     notes = list(base.notes) if isinstance(base, Resolved) else []
     given: dict[str, Entry] = {}
     ignored: list[Entry] = []
+    as_given = {(entry.source, entry.key): entry.value for entry in entries}
     for entry in settle(entries) if aliases else entries:
         for name in _fields_of(entry, known, aliases, ignored):
             value = _value_for(name, entry, known[name].annotation)
@@ -90,10 +91,8 @@ def load_model(
                 if entry.key in SPREAD:
                     continue
                 if earlier.key not in SPREAD and earlier.value != value:
-                    raise ConfigError(
-                        f"{entry.source}: {earlier.key}={show(earlier.value)} and {entry.key}={show(entry.value)} both set "
-                        f"{name}, differently; give one"
-                    )
+                    first, second = (f"{e.key}={show(as_given[e.source, e.key])}" for e in (earlier, entry))
+                    raise ConfigError(f"{entry.source}: {first} and {second} both set {name}, differently; give one")
             if earlier and isinstance(earlier.value, dict) and isinstance(value, dict) and entry.key != name:
                 value = _merged(earlier.value, value)
             given[name] = replace(entry, value=value)
