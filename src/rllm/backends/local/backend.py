@@ -29,6 +29,7 @@ from rllm.backends.base import (
     SamplingParams,
     initial_of,
 )
+from rllm.backends.local import cores
 from rllm.backends.local.adapters import SaveContext, create_adapters, save_adapter
 from rllm.backends.local.engine import Engine
 from rllm.backends.local.facts import describe
@@ -109,15 +110,18 @@ class LocalBackend:
         return await self.engine.sample(prompt_ids, params, adapter, on_token)
 
     def forward_backward(self, data: Sequence[Datum], loss: Losses) -> dict[str, float]:
-        return self.learner.forward_backward(data, loss)
+        with cores.turn():
+            return self.learner.forward_backward(data, loss)
 
     def logprobs(
         self, data: Sequence[Datum], adapter: str | None = None, trained_only: bool = False
     ) -> list[list[float]]:
-        return self.learner.logprobs(data, adapter, trained_only)
+        with cores.turn():
+            return self.learner.logprobs(data, adapter, trained_only)
 
     def optim_step(self, params: AdamParams) -> dict[str, float]:
-        return self.learner.optim_step(params)
+        with cores.turn():
+            return self.learner.optim_step(params)
 
     def discard_gradients(self) -> None:
         self.learner.discard_gradients()
@@ -144,7 +148,7 @@ class LocalBackend:
             rows.append(row)
         gaps = [
             abs(sampled - trained)
-            for row, values in zip(rows, self.learner.logprobs(rows, trained_only=True), strict=True)
+            for row, values in zip(rows, self.logprobs(rows, trained_only=True), strict=True)
             for sampled, trained, m in zip(row.logprobs, values, row.mask, strict=True)
             if m
         ]
@@ -158,12 +162,14 @@ class LocalBackend:
         )
 
     def _sampler_holds_the_adapters(self) -> bool:
-        return all(
-            self.engine.holds(name, adapter.snapshot(self.model.dtype)) for name, adapter in self.adapters.items()
-        )
+        with cores.turn():
+            return all(
+                self.engine.holds(name, adapter.snapshot(self.model.dtype)) for name, adapter in self.adapters.items()
+            )
 
     def describe(self) -> dict[str, Any]:
-        return describe(self.config, self.model, self.learner, self.engine)
+        with cores.turn():
+            return describe(self.config, self.model, self.learner, self.engine)
 
     def export_adapter(self, path: Path, facts: Mapping[str, Any] | None = None) -> dict[str, Path]:
         """A PEFT folder with tokenizer and model card, one in a subfolder for each role, or the full model. Checked before this
@@ -244,7 +250,8 @@ class LocalBackend:
 
     def _publish_to_engine(self) -> None:
         # Full fine-tuning trains the sampled tensors themselves: publishing only counts the version.
-        newest = {name: adapter.snapshot(self.model.dtype) for name, adapter in self.adapters.items()}
+        with cores.turn():
+            newest = {name: adapter.snapshot(self.model.dtype) for name, adapter in self.adapters.items()}
         self.engine.publish({**self._initial, **newest} or {DEFAULT_ADAPTER: None}, self.policy_version)
         self.published_bytes = sum(pairs.nbytes for pairs in newest.values())
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rllm.backends.base import BASE, Completion, FinishReason, OnToken, SamplingParams
+from rllm.backends.local import cores
 from rllm.backends.local.handover import outbox_of_running_loop
 from rllm.backends.local.kv_cache import DecodeAttention, KVCache, default_kv_bytes
 from rllm.backends.local.model import Decoder, LowRank, PackedCausal
@@ -217,6 +218,8 @@ class Engine:
     def _loop(self) -> None:
         with torch.inference_mode():
             while True:
+                if not self._running and not self._waiting:
+                    cores.release()
                 with self._wake:
                     self._wake.wait_for(lambda: self._closed or self._commands or self._waiting or self._running)
                     if self._closed:
