@@ -19,15 +19,16 @@ from torch.utils.checkpoint import checkpoint
 from rllm.algorithms.losses import Tokens, kl_terms, token_loss, token_weights
 from rllm.algorithms.spec import Losses, loss_of
 from rllm.backends.base import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, AdamParams, Datum, LossSpec, initial_of
-from rllm.backends.local.model import HEAD, Decoder, LowRank, PackedCausal
+from rllm.backends.local.model import HEAD, Decoder, LowRank
+from rllm.backends.local.packing import micro_batches, pack
 from rllm.backends.local.sums import Sums
 from rllm.backends.local.transfer import to_device
 from rllm.lora.adapter import LoraAdapter
 
 # Tokens x vocabulary held at once when logits are turned into log-probabilities (float32: 64 MiB).
 LOGIT_ELEMENTS = 16 * 2**20
-# Measured: on CPU smaller micro-batches stay in cache, a GPU wants larger ones.
-MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 6144}
+# Measured: on CPU more tokens are no faster and take memory, a GPU wants many.
+MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 6144}
 # Memory that the activations of a micro-batch may take on CPU, and the share of it on a GPU.
 CPU_ACTIVATION_BYTES = 2 * 2**30
 GPU_ACTIVATION_SHARE = 0.25
@@ -184,38 +185,25 @@ class Learner:
             master.grad = None if weight.grad is None else weight.grad.float()
 
     def _micro_batches(self, data: Sequence[Datum], key: Callable[[Datum], K]) -> Iterator[tuple[K, list[int]]]:
-        """(key, row indices) with at most `micro_batch_tokens` padded tokens each; rows of one key and like length together, and
-        never a row in parts."""
+        """(key, row indices), each one pass through the model; see `packing.micro_batches`."""
         by_key: dict[K, list[int]] = {}
         for i, datum in enumerate(data):
             by_key.setdefault(key(datum), []).append(i)
         for shared, rows in by_key.items():
-            rows.sort(key=lambda i: len(data[i].ids))
-            batch: list[int] = []
-            tokens = 0
-            for i in rows:
-                # Sorted by length, so the newest row is the longest, to which the others are padded where there is padding.
-                length = len(data[i].ids)
-                tokens = tokens + length if self.model.fused else (len(batch) + 1) * length
-                if batch and tokens > self.micro_batch_tokens:
-                    yield shared, batch
-                    batch, tokens = [], length
-                batch.append(i)
-            yield shared, batch
+            for batch in micro_batches(data, rows, self.micro_batch_tokens, share=not self.model.fused):
+                yield shared, batch
 
     def _token_logprobs(self, rows: Sequence[Datum], adapter: str, entropy_gradient: bool = False) -> _Trained:
         """The trained tokens of `rows` under the policy `adapter`, row after row."""
         device = self.model.device
-        ids = to_device([token for row in rows for token in row.ids], device)
         mask = torch.tensor([m for row in rows for m in row.mask], dtype=torch.bool)
-        trained = to_device(mask.nonzero().squeeze(1), device)
-        attend = PackedCausal([len(row.ids) for row in rows], device)
         model, lora = self._policy(adapter)
-        hidden = model(ids, attend.positions, attend, lora)
-        # The token at position t is predicted from the hidden state at t - 1; entry 0 of a row is never trained.
-        predicting = hidden.index_select(0, trained - 1)
+        # The CUDA kernels know sequences only.
+        packed = pack(rows, device, share=not model.fused)
+        hidden = model(packed.ids, packed.positions, packed.attend, lora)
+        predicting = hidden.index_select(0, packed.predicting)
         temperatures = to_device([row.temperature for row in rows for _ in range(row.n_trained)], device)
-        targets = ids.index_select(0, trained)
+        targets = to_device([t for row in rows for t, m in zip(row.ids, row.mask, strict=True) if m], device)
         if model.fused and not entropy_gradient and (lora is None or lora.pair(*HEAD) is None):
             from rllm.backends.local.cuda.train import token_logprobs
 
