@@ -232,7 +232,8 @@ class Decoder(nn.Module):
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, lora: LowRank | None = None) -> Tensor:
         """Final hidden states [N, hidden] (normalised) of packed tokens `ids` [N] at `positions` [N]."""
-        x = F.embedding(ids, self.embed)
+        # The residual is kept in float32 from layer to layer: rounded at each of them, it is what loses most of a narrow dtype's digits.
+        x = F.embedding(ids, self.embed).float()
         if self.fused and isinstance(attend, PackedCausal) and (lora is None or lora.dropout is None):
             from rllm.backends.local.cuda.train import fused_layers
 
