@@ -5,11 +5,12 @@ How tokens see each other is the caller's business (`Attend`), and so are files,
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -253,6 +254,24 @@ class Decoder(nn.Module):
             logits = logits + FloatLogits.apply(F.linear(adapted, pair[0]), pair[1])
         return logits
 
+    def merged(self, lora: LowRank) -> Decoder:
+        """A decoder whose layers give without an adapter what these give with `lora`. It shares with this one all but the matrices that
+        `lora` changes; those are copies, as they are now."""
+        self.rotary_tables()
+        result, layers = _shallow(self), []
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            layers.append(_shallow(layer))
+            for block in BLOCKS:
+                pair = lora.pair(layer.index, block)
+                if pair is not None:
+                    linear = _shallow(getattr(layer, block))
+                    changed = torch.addmm(linear.weight, pair[1], pair[0])
+                    linear.weight = nn.Parameter(changed, requires_grad=False)
+                    setattr(layers[-1], block, linear)
+        result.layers = nn.ModuleList(layers)
+        return result
+
     @property
     def output_weight(self) -> Tensor:
         """[vocab, hidden]; the embeddings where the two are tied."""
@@ -363,6 +382,16 @@ class Decoder(nn.Module):
             cos, sin = angles.cos() * self.rope_scale, angles.sin() * self.rope_scale
             self._rope = (torch.cat((cos, cos), dim=-1).to(self.dtype), torch.cat((-sin, sin), dim=-1).to(self.dtype))
         return self._rope
+
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def _shallow(module: Module) -> Module:
+    """A module of the same parts, each of which can be replaced without touching the original."""
+    result = copy.copy(module)
+    result._parameters, result._modules = dict(module._parameters), dict(module._modules)
+    return result
 
 
 class FloatLogits(torch.autograd.Function):
