@@ -38,9 +38,9 @@ def smollm2(folder: Path) -> None:
     config = read.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         config.pop(key, None)
-    plain = LlamaForCausalLM(LlamaConfig(**config))
-    plain.load_state_dict({name: tensor.float() for name, tensor in read.state_dict().items()})
-    plain.to(torch.bfloat16).save_pretrained(folder)
+    plain = LlamaForCausalLM(LlamaConfig(**config)).bfloat16()
+    plain.load_state_dict({name: tensor.bfloat16() for name, tensor in read.state_dict().items()})
+    plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
