@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,14 @@ from torch.utils.checkpoint import checkpoint
 from rllm.algorithms.losses import Tokens, kl_terms, token_loss, token_weights
 from rllm.algorithms.spec import Losses, loss_of
 from rllm.backends.base import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, AdamParams, Datum, LossSpec, initial_of
-from rllm.backends.local.model import HEAD, Decoder, LowRank, PackedCausal
+from rllm.backends.local.model import HEAD, Decoder, LowRank, PackedCausal, rms_norm
 from rllm.backends.local.sums import Sums
 from rllm.backends.local.transfer import to_device
 from rllm.lora.adapter import LoraAdapter
+
+if TYPE_CHECKING:
+    from rllm.backends.local.cuda.graphs import LayerGraphs
+    from rllm.backends.local.cuda.space import TrainingRoom
 
 # Tokens x vocabulary held at once when logits are turned into log-probabilities (float32: 64 MiB).
 LOGIT_ELEMENTS = 16 * 2**20
@@ -60,6 +64,15 @@ class Learner:
         self.optimizer: torch.optim.AdamW | None = None
         # The adapters as the passes of one `forward_backward` see them, where they differ from `adapters`.
         self._accumulating: dict[str, LowRank] = {}
+        # On the CUDA path: how the layers run, and with full fine-tuning where their gradients are added up.
+        self._layers: LayerGraphs | None = None
+        self._room: TrainingRoom | None = None
+        self._gradients: dict[torch.nn.Parameter, Tensor] = {}
+        if model.fused:
+            from rllm.backends.local.cuda.graphs import LayerGraphs
+            from rllm.backends.local.cuda.space import TrainingRoom
+
+            self._layers, self._room = LayerGraphs(model), TrainingRoom(model)
 
     def trainable(self) -> list[torch.nn.Parameter]:
         """What the optimizer steps: the adapters' matrices, or every weight (its float32 master where the base is narrower)."""
@@ -93,12 +106,16 @@ class Learner:
         return sums.metrics()
 
     def _accumulate(self, names: set[str]) -> Callable[[], None]:
-        """Where the fused layers add up the adapters' gradients themselves, make these adapters ready for that; what returns ends it."""
+        """Where the fused layers add up gradients themselves, make these adapters, or the weights, ready for that; what returns ends it."""
         if not self.model.fused:
             return lambda: None
+        if not self.adapters:
+            self._prepare_gradients()
         plain = {name: self.adapters[name] for name in names & self.adapters.keys() if not self.adapters[name].dropout}
         ready = {name: a.accumulating(self.model.dtype) for name, a in plain.items() if HEAD not in a.layout}
         self._accumulating = {name: pairs for name, (pairs, _) in ready.items()}
+        if self._room is not None:
+            self._room.forget()
 
         def finish() -> None:
             self._accumulating = {}
@@ -106,6 +123,16 @@ class Learner:
                 add()
 
         return finish
+
+    def _prepare_gradients(self) -> None:
+        """Give the weights of the layers float32 gradients to add to: those of their masters."""
+        for layer in self.model.layers:
+            for weight in layer.parameters():
+                master = self.masters.get(weight, weight)
+                if master.grad is None:
+                    if weight not in self._gradients:
+                        self._gradients[weight] = torch.empty_like(weight, dtype=torch.float32)
+                    master.grad = self._gradients[weight].zero_()
 
     @torch.no_grad()
     def logprobs(
@@ -181,7 +208,8 @@ class Learner:
 
     def _gradients_to_masters(self) -> None:
         for weight, master in self.masters.items():
-            master.grad = None if weight.grad is None else weight.grad.float()
+            if weight not in self._gradients:
+                master.grad = None if weight.grad is None else weight.grad.float()
 
     def _micro_batches(self, data: Sequence[Datum], key: Callable[[Datum], K]) -> Iterator[tuple[K, list[int]]]:
         """(key, row indices) with at most `micro_batch_tokens` padded tokens each; rows of one key and like length together, and
@@ -211,19 +239,28 @@ class Learner:
         trained = to_device(mask.nonzero().squeeze(1), device)
         attend = PackedCausal([len(row.ids) for row in rows], device)
         model, lora = self._policy(adapter)
-        hidden = model(ids, attend.positions, attend, lora)
         # The token at position t is predicted from the hidden state at t - 1; entry 0 of a row is never trained.
-        predicting = hidden.index_select(0, trained - 1)
+        predicting = self._hidden(model, lora, ids, attend, trained - 1)
         temperatures = to_device([row.temperature for row in rows for _ in range(row.n_trained)], device)
         targets = ids.index_select(0, trained)
         if model.fused and not entropy_gradient and (lora is None or lora.pair(*HEAD) is None):
-            from rllm.backends.local.cuda.train import token_logprobs
+            from rllm.backends.local.cuda.head import token_logprobs
 
             logprobs, entropy = token_logprobs(model, predicting, targets, temperatures)
         else:
             logits = partial(model.logits, lora=lora)
             logprobs, entropy = self._chunked_logprobs(predicting, targets, temperatures, logits, entropy_gradient)
         return _Trained(rows, mask, logprobs, entropy)
+
+    def _hidden(self, model: Decoder, lora: LowRank | None, ids: Tensor, attend: PackedCausal, rows: Tensor) -> Tensor:
+        """Final hidden states [M, hidden] at the tokens `rows`."""
+        adds_up = lora.anchor is not None if lora is not None else bool(self._gradients)
+        if self._layers is None or model is not self.model or not adds_up or not torch.is_grad_enabled():
+            return model(ids, attend.positions, attend, lora).index_select(0, rows)
+        if lora is not None and self._room is not None and not self._room.holds(lora):
+            self._room.hold(lora)
+        x = self._layers(ids, attend, lora, self._gradients or None, rows)
+        return rms_norm(x, model.final_norm, model.config.rms_eps)
 
     def _chunked_logprobs(
         self,
