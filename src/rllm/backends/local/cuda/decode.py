@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,9 @@ from rllm.backends.local.transfer import to_device
 
 SAMPLE_BLOCK = 4096
 SILU_BLOCK = 128
+# Rows of a group that read its pages together, and the shares those pages are split into.
+TILE_ROWS = 8
+PREFIX_SPLITS = 4
 # Programs that keep the device busy while they wait for memory, and the most shares a row's pages are split into.
 BUSY_PROGRAMS = 512
 MAX_SPLITS = 16
@@ -31,6 +35,51 @@ MAX_SPLITS = 16
 LOW_RANK_ELEMENTS = 65536
 Cut = tuple[Sequence[SamplingParams], Sequence[float]]
 """Settings and uniform numbers of the rows, for a draw outside the kernels."""
+
+
+@dataclass
+class Groups:
+    """Rows whose first pages are the same, in tiles of at most `TILE_ROWS`: `tiles` [most, TILE_ROWS] row numbers or -1, `table` [most,
+    pages] and `pages` [most] what they share; `shared` [rows] how many pages of a row that is."""
+
+    tiles: Tensor
+    table: Tensor
+    pages: Tensor
+    shared: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, pages: int, device: torch.device) -> Groups:
+        most = max(1, rows // 2)
+        integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        return cls(
+            torch.full((most, TILE_ROWS), -1, **integers),
+            torch.zeros(most, pages, **integers),
+            torch.zeros(most, **integers),
+            torch.zeros(rows, **integers),
+        )
+
+    def set(self, rows: Sequence[Sequence[int]]) -> None:
+        """`rows`: for every row the pages that it may share with others, empty for none."""
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for i, pages in enumerate(rows):
+            if pages:
+                alike.setdefault(tuple(pages), []).append(i)
+        tiles = [
+            (members[i : i + TILE_ROWS], pages)
+            for pages, members in alike.items()
+            for i in range(0, len(members) - 1, TILE_ROWS)
+        ]
+        host = [torch.full_like(self.tiles, -1, device="cpu"), torch.zeros_like(self.table, device="cpu")]
+        counts, shared = torch.zeros_like(self.pages, device="cpu"), torch.zeros_like(self.shared, device="cpu")
+        for i, (members, pages) in enumerate(tiles):
+            host[0][i, : len(members)] = torch.tensor(members)
+            host[1][i, : len(pages)] = torch.tensor(pages)
+            counts[i] = len(pages)
+            shared[torch.tensor(members)] = len(pages)
+        for target, values in zip(
+            (self.tiles, self.table, self.pages, self.shared), (*host, counts, shared), strict=True
+        ):
+            target.copy_(to_device(values, target.device))
 
 
 @dataclass
@@ -45,6 +94,7 @@ class RowState:
     greedy: Tensor
     seeds: Tensor
     table: Tensor
+    groups: Groups
 
     @classmethod
     def empty(cls, rows: int, pages: int, device: torch.device) -> RowState:
@@ -60,6 +110,7 @@ class RowState:
             greedy=integers(),
             seeds=integers(torch.int64),
             table=torch.zeros(rows, pages, dtype=torch.int32, device=device),
+            groups=Groups.empty(rows, pages, device),
         )
 
     def tensors(self) -> list[Tensor]:
@@ -131,11 +182,10 @@ class DecodeStep:
         h = self._add_norm(residual, None, None, layers[0].input_norm)
         for i, layer in enumerate(layers):
             blocks = {block: self.bank.blocks[i, block] for block in ("qkv", "o", "gate_up", "down")}
-            mixed = self._attend(i, layer, blocks["qkv"], F.linear(h, blocks["qkv"].weight, blocks["qkv"].bias))
-            y = F.linear(mixed, blocks["o"].weight, blocks["o"].bias)
-            h = self._add_norm(residual, y, blocks["o"], layer.post_norm)
-            h = self._silu_mul(blocks["gate_up"], F.linear(h, blocks["gate_up"].weight, blocks["gate_up"].bias))
-            y = F.linear(h, blocks["down"].weight, blocks["down"].bias)
+            mixed = self._attend(i, layer, blocks["qkv"], product(h, blocks["qkv"]))
+            h = self._add_norm(residual, product(mixed, blocks["o"]), blocks["o"], layer.post_norm)
+            h = self._silu_mul(blocks["gate_up"], product(h, blocks["gate_up"]))
+            y = product(h, blocks["down"])
             following = layers[i + 1].input_norm if i + 1 < c.n_layers else model.final_norm
             h = self._add_norm(residual, y, blocks["down"], following)
         logits = FloatLogits.apply(h, model.output_weight)
@@ -156,7 +206,7 @@ class DecodeStep:
 
     def _attend(self, index: int, layer: DecoderLayer, bank: BlockBank, qkv: Tensor) -> Tensor:
         c, s, n = self.model.config, self.state, qkv.shape[0]
-        q = torch.empty(n, c.n_heads, c.head_dim, dtype=qkv.dtype, device=qkv.device)
+        q = torch.empty(n, c.n_heads, c.head_dim, dtype=self.model.dtype, device=qkv.device)
         cos, sin = self.model.rotary_tables()
         norm = layer.qk_norm
         k_pool, v_pool = self.pool.k[index], self.pool.v[index]
@@ -166,7 +216,16 @@ class DecodeStep:
             HEADS=c.n_heads, KV_HEADS=c.n_kv_heads, HALF=c.head_dim // 2, RANK=bank.rank, ADAPTERS=self.bank.capacity,
             NORM=norm is not None, PAGE=PAGE, TILE=kernels.ROWS, num_warps=4,
         )  # fmt: skip
-        group = c.n_heads // c.n_kv_heads
+        group, scale = c.n_heads // c.n_kv_heads, c.head_dim**-0.5 * math.log2(math.e)
+        shapes = {"HEADS": c.n_heads, "KV_HEADS": c.n_kv_heads, "GROUP": group, "SIZE": c.head_dim, "PAGE": PAGE}
+        g, tiles = s.groups, max(1, n // 2)
+        prefix_sums = torch.empty(n, c.n_heads, PREFIX_SPLITS, c.head_dim, device=q.device)
+        prefix_lse = torch.empty(n, c.n_heads, PREFIX_SPLITS, device=q.device)
+        kernels.prefix_attention_kernel[(tiles, c.n_kv_heads, PREFIX_SPLITS)](
+            q, k_pool, v_pool, g.tiles, g.table, g.table.stride(0), g.pages, prefix_sums, prefix_lse, scale,
+            ROWS=TILE_ROWS, PADDED=max(16, triton.next_power_of_2(TILE_ROWS * group)), SPLITS=PREFIX_SPLITS, **shapes,
+            num_warps=4, num_stages=2,
+        )  # fmt: skip
         splits = splits_for(n * c.n_kv_heads)
         out = torch.empty_like(q)
         sums = lse = out
@@ -174,10 +233,9 @@ class DecodeStep:
             sums = torch.empty(n, c.n_heads, splits, c.head_dim, device=q.device)
             lse = torch.empty(n, c.n_heads, splits, device=q.device)
         kernels.decode_attention_kernel[(n, c.n_kv_heads, splits)](
-            q, k_pool, v_pool, s.table, s.table.stride(0), s.positions, out, sums, lse,
-            c.head_dim**-0.5 * math.log2(math.e),
-            HEADS=c.n_heads, KV_HEADS=c.n_kv_heads, GROUP=group, PADDED=max(16, triton.next_power_of_2(group)),
-            SIZE=c.head_dim, PAGE=PAGE, SPLITS=splits, num_warps=4, num_stages=3,
+            q, k_pool, v_pool, s.table, s.table.stride(0), s.positions, g.shared, prefix_sums, prefix_lse, out, sums, lse,
+            scale, PADDED=max(16, triton.next_power_of_2(group)), SPLITS=splits, PREFIX_SPLITS=PREFIX_SPLITS, **shapes,
+            num_warps=4, num_stages=3,
         )  # fmt: skip
         if splits > 1:
             kernels.combine_kernel[(n * c.n_heads,)](sums, lse, out, SIZE=c.head_dim, SPLITS=splits, num_warps=2)
@@ -185,7 +243,7 @@ class DecodeStep:
 
     def _silu_mul(self, bank: BlockBank, x: Tensor) -> Tensor:
         n, size = x.shape[0], self.model.config.intermediate_size
-        out = torch.empty(n, size, dtype=x.dtype, device=x.device)
+        out = torch.empty(n, size, dtype=self.model.dtype, device=x.device)
         kernels.silu_mul_kernel[(triton.cdiv(n, kernels.ROWS), triton.cdiv(size, SILU_BLOCK))](
             x, x.stride(0), bank.b, self.state.adapters, out, n,
             SIZE=size, BLOCK=SILU_BLOCK, RANK=bank.rank, ADAPTERS=self.bank.capacity, TILE=kernels.ROWS, num_warps=4,
@@ -223,6 +281,14 @@ class DecodeStep:
         result[0] = ids
         result[1] = logprobs.float().view(torch.int32)
         return result
+
+
+def product(x: Tensor, bank: BlockBank) -> Tensor:
+    """``x W^T + bias`` in float32 over the base's rows and those of every adapter."""
+    if x.dtype == torch.float32:
+        return F.linear(x, bank.weight, bank.bias)
+    y = torch.mm(x, bank.weight.t(), out_dtype=torch.float32)
+    return y if bank.bias is None else y.add_(bank.bias)
 
 
 def bucket(n: int, most: int) -> int:

@@ -53,6 +53,8 @@ class _Row:
 
     request: Request
     pages: list[int]
+    shared: int
+    """Of the pages, the first that others may share: those that its prompt fills."""
     queued: int = 1
 
 
@@ -129,6 +131,12 @@ class CudaEngine(Engine):
         if len(order) != len(self._rows):
             self._state.reorder(order)
             self._rows = [self._rows[i] for i in order]
+            self._group()
+
+    def _group(self) -> None:
+        """Tell the device which rows share pages."""
+        rows = [row.pages[: row.shared] if row is not None else [] for row in self._rows]
+        self._state.groups.set(rows)
 
     # Joining
 
@@ -174,12 +182,13 @@ class CudaEngine(Engine):
             own = self._pool.take(pages_for(request.final_length) - len(shared))
             if prompt.length % PAGE:
                 copies.append((prompt.pages[-1], own[0]))
-            self._rows.append(_Row(request, shared + own))
+            self._rows.append(_Row(request, shared + own, len(shared)))
             self._live.add(request)
         if copies:
             self._pool.copy(*zip(*copies, strict=True))
         self._running = [row.request for row in self._rows if row is not None]
         self._fill_state(first, fresh)
+        self._group()
         logits = torch.stack([prompts[request.adapter, request.prompt].logits for request in fresh])
         result = self._step.draw(logits, first, len(fresh), self._cut(fresh, [0] * len(fresh)))
         self._queue(list(fresh), result)
@@ -312,11 +321,12 @@ class _WritingCausal(PackedCausal):
     def __init__(self, lengths: list[int], device: torch.device, pool: PagePool, pages: Sequence[Sequence[int]]):
         super().__init__(lengths, device)
         self._pool = pool
-        own = [
-            page for length, row in zip(lengths, pages, strict=True) for page in (row[t // PAGE] for t in range(length))
-        ]
-        self._pages = to_device(own, device)
-        self._offsets = self.positions % PAGE
+        table = torch.zeros(len(pages), max(map(len, pages)), dtype=torch.int32)
+        for i, row in enumerate(pages):
+            table[i, : len(row)] = torch.tensor(row)
+        rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        places = torch.cat([torch.arange(length) for length in lengths]) // PAGE
+        self._pages = to_device(table[rows, places], device)
 
     def note(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._pool.write(layer, k, v, self._pages, self._offsets)
+        self._pool.write(layer, k, v, self._pages, self.positions)

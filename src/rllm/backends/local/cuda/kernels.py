@@ -1,8 +1,9 @@
 """Triton kernels of one decoding step: what lies between the matrix products.
 
 Low-rank updates cost no kernel of their own: a product's weight has the rows of every adapter's A below its own rows, so one product gives
-``W x`` and all ``A x``; the kernel that reads the result adds ``B (A x)`` of each row's adapter on the way. Rounding is that of the plain
-path: a product's result and each step of the normalisation are rounded to the model's dtype; the residual is kept in float32.
+``W x`` and all ``A x``; the kernel that reads the result adds ``B (A x)`` of each row's adapter on the way. Rounding is that of training:
+products come in float32, ``A x``, the sum with the low-rank term and each step of the normalisation are rounded to the model's dtype; the
+residual is kept in float32.
 
 Strides are in elements; last dimensions are contiguous. `adapters` [n] is the adapter's number of each row, -1 for none.
 """
@@ -40,14 +41,14 @@ def add_norm_kernel(
             if AT_ONCE:
                 ranks = tl.arange(0, RANKS)
                 there = (ranks < RANK) & (adapter >= 0)
-                scale = tl.load(h + ranks, mask=there, other=0.0).to(tl.float32)
+                scale = tl.load(h + ranks, mask=there, other=0.0).to(dtype).to(tl.float32)
                 rows = tl.load(
                     matrix[None, :] + ranks[:, None] * SIZE, mask=there[:, None] & inside[None, :], other=0.0
                 )
                 y += tl.sum(rows.to(tl.float32) * scale[:, None], axis=0)
             elif adapter >= 0:
                 for r in tl.range(RANK):
-                    scale = tl.load(h + r).to(tl.float32)
+                    scale = tl.load(h + r).to(dtype).to(tl.float32)
                     y += scale * tl.load(matrix + r * SIZE, mask=inside, other=0.0).to(tl.float32)
         x += y
         tl.store(residual + row * SIZE + columns, x, mask=inside)
@@ -68,7 +69,7 @@ def _low_rank(x, base, stride, first, b, column, rows, inside, adapter, RANK: tl
             place = first + (a * PARTS + part) * RANK
             h = tl.load(base + rows[:, None] * stride + place + ranks[None, :], mask=mine[:, None], other=0.0)
             matrix = tl.load(b + (a * TOTAL + column[None, :]) * RANK + ranks[:, None])
-            x += tl.dot(h, matrix.to(h.dtype))
+            x += tl.dot(h.to(matrix.dtype), matrix)
     return x
 
 
@@ -159,12 +160,68 @@ def silu_mul_kernel(
 
 
 @triton.jit
-def decode_attention_kernel(
-    q, k_pool, v_pool, table, table_stride, positions, out, part_sum, part_lse, scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr,
-    PAGE: tl.constexpr, SPLITS: tl.constexpr,
+def _attend_page(query, k_pool, v_pool, place, seen, top, total, mixed, scale):
+    """Online softmax (Dao et al. 2022) over the tokens of one page; `seen` [PAGE] are those that count."""
+    keys = tl.load(k_pool + place)
+    scores = tl.dot(query, tl.trans(keys)) * scale
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    newest = tl.maximum(top, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - newest[:, None])
+    shrink = tl.exp2(top - newest)
+    total = total * shrink + tl.sum(weights, axis=1)
+    # Beyond the end a page holds what was there before; 0 times that must be 0 whatever it is.
+    values = tl.load(v_pool + place, mask=seen[:, None], other=0.0)
+    mixed = mixed * shrink[:, None] + tl.dot(weights.to(values.dtype), values)
+    return newest, total, mixed
+
+
+@triton.jit
+def prefix_attention_kernel(
+    q, k_pool, v_pool, tiles, tile_table, table_stride, tile_pages, part_sum, part_lse, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
+    SIZE: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one new token of a row over its pages, for the query heads of one key head (Dao et al. 2022: online softmax).
+    """Attention of up to ROWS rows over the pages that all of them share, read once for them all.
+
+    `tiles` [tiles, ROWS] names the rows (-1: none), `tile_table` their pages, `tile_pages` how many; each program does a share of the
+    pages and leaves its sum and log-sum-exp (base 2) to `decode_attention_kernel`.
+    """
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    pages = tl.load(tile_pages + tile)
+    if pages > 0:
+        member = tl.arange(0, PADDED)
+        column = tl.arange(0, SIZE)
+        token = tl.arange(0, PAGE)
+        slot = member // GROUP
+        row = tl.load(tiles + tile * ROWS + slot, mask=slot < ROWS, other=-1).to(tl.int64)
+        real = row >= 0
+        head = kv_head * GROUP + member % GROUP
+        query = tl.load(q + (row * HEADS + head)[:, None] * SIZE + column[None, :], mask=real[:, None], other=0.0)
+        share = (pages + SPLITS - 1) // SPLITS
+        last = tl.minimum(split * share + share, pages)
+        top = tl.full((PADDED,), float("-inf"), tl.float32)
+        total = tl.zeros((PADDED,), tl.float32)
+        mixed = tl.zeros((PADDED, SIZE), tl.float32)
+        for i in tl.range(split * share, last):
+            page = tl.load(tile_table + tile * table_stride + i).to(tl.int64)
+            place = (page * KV_HEADS + kv_head) * PAGE * SIZE + token[:, None] * SIZE + column[None, :]
+            top, total, mixed = _attend_page(query, k_pool, v_pool, place, token >= 0, top, total, mixed, scale)
+        some = tl.maximum(total, 1e-37)
+        place = (row * HEADS + head) * SPLITS + split
+        tl.store(part_sum + place[:, None] * SIZE + column[None, :], mixed / some[:, None], mask=real[:, None])
+        tl.store(part_lse + place, tl.where(total > 0, top + tl.log2(some), float("-inf")), mask=real)
+
+
+@triton.jit
+def decode_attention_kernel(
+    q, k_pool, v_pool, table, table_stride, positions, shared, prefix_sum, prefix_lse, out, part_sum, part_lse, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr,
+    PAGE: tl.constexpr, SPLITS: tl.constexpr, PREFIX_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Attention of one new token of a row over its pages, for the query heads of one key head; the first `shared` pages of a row were
+    read by `prefix_attention_kernel`, whose shares are joined here.
 
     With SPLITS > 1 each program does a share of the pages and leaves its sum and log-sum-exp to `combine_kernel`.
     """
@@ -177,42 +234,38 @@ def decode_attention_kernel(
     head = kv_head * GROUP + tl.minimum(member, GROUP - 1)
     query = tl.load(q + (row * HEADS + head[:, None]) * SIZE + column[None, :])
     length = tl.load(positions + row) + 1
-    pages = (length + PAGE - 1) // PAGE
+    before = tl.load(shared + row)
+    pages = (length + PAGE - 1) // PAGE - before
     share = (pages + SPLITS - 1) // SPLITS
-    first = split * share
-    last = tl.minimum(first + share, pages)
+    first = before + split * share
+    last = tl.minimum(first + share, before + pages)
     top = tl.full((PADDED,), float("-inf"), tl.float32)
     total = tl.zeros((PADDED,), tl.float32)
     mixed = tl.zeros((PADDED, SIZE), tl.float32)
+    if (before > 0) & (split == 0):
+        for s in tl.static_range(PREFIX_SPLITS):
+            place = (row * HEADS + head) * PREFIX_SPLITS + s
+            lse = tl.load(prefix_lse + place)
+            newest = tl.maximum(top, lse)
+            weight, shrink = tl.exp2(lse - newest), tl.exp2(top - newest)
+            total = total * shrink + weight
+            mixed = mixed * shrink[:, None]
+            mixed += tl.load(prefix_sum + place[:, None] * SIZE + column[None, :]) * weight[:, None]
+            top = newest
     for i in tl.range(first, last):
         page = tl.load(table + row * table_stride + i).to(tl.int64)
         place = (page * KV_HEADS + kv_head) * PAGE * SIZE + token[:, None] * SIZE + column[None, :]
         seen = i * PAGE + token < length
-        keys = tl.load(k_pool + place)
-        scores = tl.dot(query, tl.trans(keys)) * scale
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        newest = tl.maximum(top, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - newest[:, None])
-        shrink = tl.exp2(top - newest)
-        total = total * shrink + tl.sum(weights, axis=1)
-        # Beyond the end a page holds what was there before; 0 times that must be 0 whatever it is.
-        values = tl.load(v_pool + place, mask=seen[:, None], other=0.0)
-        mixed = mixed * shrink[:, None] + tl.dot(weights.to(values.dtype), values)
-        top = newest
+        top, total, mixed = _attend_page(query, k_pool, v_pool, place, seen, top, total, mixed, scale)
     real = member < GROUP
     if SPLITS == 1:
         target = out + (row * HEADS + head[:, None]) * SIZE + column[None, :]
         tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])
     else:
+        some = tl.maximum(total, 1e-37)
         place = (row * HEADS + head) * SPLITS + split
-        tl.store(
-            part_sum + place[:, None] * SIZE + column[None, :],
-            mixed / tl.maximum(total, 1e-37)[:, None],
-            mask=real[:, None],
-        )
-        tl.store(
-            part_lse + place, tl.where(total > 0, top + tl.log2(tl.maximum(total, 1e-37)), float("-inf")), mask=real
-        )
+        tl.store(part_sum + place[:, None] * SIZE + column[None, :], mixed / some[:, None], mask=real[:, None])
+        tl.store(part_lse + place, tl.where(total > 0, top + tl.log2(some), float("-inf")), mask=real)
 
 
 @triton.jit
@@ -226,6 +279,28 @@ def combine_kernel(part_sum, part_lse, out, SIZE: tl.constexpr, SPLITS: tl.const
     sums = tl.load(part_sum + (item * SPLITS + split[:, None]) * SIZE + column[None, :])
     mixed = tl.sum(sums * weight[:, None], axis=0) / tl.sum(weight, axis=0)
     tl.store(out + item * SIZE + column, mixed.to(out.dtype.element_ty))
+
+
+@triton.jit
+def write_pages_kernel(
+    k, k_stride, v, v_stride, pages, positions, k_pool, v_pool, n,
+    KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Keys and values [n, KV_HEADS, SIZE] of one head into their pages; `pages` [n] is that of each token."""
+    rows = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
+    head = tl.program_id(1)
+    column = tl.arange(0, SIZE)
+    inside = rows < n
+    page = tl.load(pages + rows, mask=inside, other=0).to(tl.int64)
+    offset = tl.load(positions + rows, mask=inside, other=0).to(tl.int64) % PAGE
+    target = (((page * KV_HEADS + head) * PAGE + offset) * SIZE)[:, None] + column[None, :]
+    mask = inside[:, None]
+    tl.store(
+        k_pool + target, tl.load(k + (rows * k_stride + head * SIZE)[:, None] + column[None, :], mask=mask), mask=mask
+    )
+    tl.store(
+        v_pool + target, tl.load(v + (rows * v_stride + head * SIZE)[:, None] + column[None, :], mask=mask), mask=mask
+    )
 
 
 @triton.jit
