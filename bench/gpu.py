@@ -135,10 +135,11 @@ def bench_sampling(args: argparse.Namespace, config: DecoderConfig) -> None:
     found = check_sampling(model, adapters["r8"])
     print("check", {k: f"{v:.2e}" for k, v in found.items()}, flush=True)
     for batch in args.batches:
-        prompts = prompts_of(batch, args.prompt)
+        different = prompts_of(batch, args.prompt)
         floor = decode_floor(config, batch, args.prompt, args.tokens)
         for label, adapter, names in (
             ("LoRA r=8", {"default": adapters["r8"].snapshot(model.dtype)}, ["default"]),
+            ("r=8, groups of 8", {"default": adapters["r8"].snapshot(model.dtype)}, ["default"]),
             ("base", {}, ["base"]),
             ("LoRA r=32", {"default": adapters["r32"].snapshot(model.dtype)}, ["default"]),
             *(
@@ -153,6 +154,7 @@ def bench_sampling(args: argparse.Namespace, config: DecoderConfig) -> None:
         ):  # fmt: skip
             engine = CudaEngine(model, eos_ids=[], max_batch=batch, max_model_len=args.prompt + args.tokens)
             engine.publish(adapter, 1)
+            prompts = [p for p in different[::8] for _ in range(8)] if "groups" in label else different
 
             def work(engine=engine, prompts=prompts, names=names):
                 engine._forget_prefixes()  # every run reads its prompts
@@ -162,7 +164,7 @@ def bench_sampling(args: argparse.Namespace, config: DecoderConfig) -> None:
             rate = batch * args.tokens / seconds
             stats = engine.stats()
             print(
-                f"sample batch {batch:3d} {label:10s} {rate:8.0f} tok/s  {seconds:.3f} s  {rate / floor:.2f} of floor "
+                f"sample batch {batch:3d} {label:16s} {rate:8.0f} tok/s  {seconds:.3f} s  {rate / floor:.2f} of floor "
                 f"{floor:.0f}  prefill {stats['prefill_s']:.2f} s in all",
                 flush=True,
             )
@@ -171,7 +173,7 @@ def bench_sampling(args: argparse.Namespace, config: DecoderConfig) -> None:
                     lambda e=engine, a=adapters["r8"]: e.publish({"default": a.snapshot(model.dtype)}, 2), 5
                 )
                 print(f"  publish {publish * 1e3:.2f} ms")
-                if args.profile and batch <= 128:
+                if args.profile and batch == 128:
                     profile(lambda e=engine, p=prompts: generate(e, p, ["default"], 32), "sampling")
             engine.close()
             del engine

@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter is asked for with TRITON_INTERPRET=1", allow_module_level=True)
 
 from rllm.backends.base import AdamParams, Datum, LossSpec, SamplingParams
-from rllm.backends.local.cuda import graphs, head, train
+from rllm.backends.local.cuda import graphs, head, prefill, train
 from rllm.backends.local.cuda.bank import AdapterBank
 from rllm.backends.local.cuda.engine import CudaEngine
 from rllm.backends.local.engine import Engine
@@ -67,6 +67,7 @@ def plain_attention(monkeypatch):
     nothing = torch.zeros(1)
     monkeypatch.setattr(train, "attention", lambda q, k, v, layout: (mixed(q, k, v, layout), (nothing,) * 3))
     monkeypatch.setattr(train, "attention_backward", backward)
+    monkeypatch.setattr(prefill, "attention", train.attention)
 
 
 def relative(a, b):
@@ -180,7 +181,7 @@ def test_the_output_head_gives_logprobs_entropies_and_gradients_in_chunks(monkey
     assert max(relative(a, b) for a, b in zip(reference, found, strict=True)) < 1e-5
 
 
-def test_the_sampler_draws_what_the_plain_one_draws_for_every_adapter_of_a_mixed_batch():
+def test_the_sampler_draws_what_the_plain_one_draws_for_every_adapter_of_a_mixed_batch(plain_attention):
     numbers = random.Random(0)
     prompts = [[numbers.randrange(VOCAB) for _ in range(length)] for length in (5, 64, 70)]
     found = []

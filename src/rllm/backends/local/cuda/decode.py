@@ -1,4 +1,4 @@
-"""One decoding step on CUDA as a captured graph: embedding, layers, logits; then one draw for every row.
+"""One decoding step on CUDA as a captured graph; then one draw for every row.
 
 Rows' state lives on the device and moves on by itself, so steps can be queued before the host has seen what the last one drew.
 """
@@ -11,28 +11,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
 from rllm.backends.base import SamplingParams
 from rllm.backends.local.cuda import kernels
-from rllm.backends.local.cuda.bank import AdapterBank, BlockBank
+from rllm.backends.local.cuda.bank import AdapterBank
+from rllm.backends.local.cuda.blocks import BankedLayers
 from rllm.backends.local.cuda.pages import PAGE, PagePool
-from rllm.backends.local.model import Decoder, DecoderLayer, FloatLogits
+from rllm.backends.local.model import Decoder
 from rllm.backends.local.sampling import BatchParams, sample
 from rllm.backends.local.transfer import to_device
 
 SAMPLE_BLOCK = 4096
-SILU_BLOCK = 128
 # Rows of a group that read its pages together, and the shares those pages are split into.
 TILE_ROWS = 8
 PREFIX_SPLITS = 4
 # Programs that keep the device busy while they wait for memory, and the most shares a row's pages are split into.
 BUSY_PROGRAMS = 512
 MAX_SPLITS = 16
-# Elements of B that one program may hold; beyond, it adds up one rank after the other.
-LOW_RANK_ELEMENTS = 65536
 Cut = tuple[Sequence[SamplingParams], Sequence[float]]
 """Settings and uniform numbers of the rows, for a draw outside the kernels."""
 
@@ -139,6 +136,7 @@ class DecodeStep:
 
     def __init__(self, model: Decoder, bank: AdapterBank, pool: PagePool, state: RowState, max_len: int):
         self.model, self.bank, self.pool, self.state, self.max_len = model, bank, pool, state, max_len
+        self._layers = BankedLayers(model, bank, pool)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._memory = None
 
@@ -169,53 +167,20 @@ class DecodeStep:
             self.forward(size)  # compiles kernels; what it writes is written again by the first replay
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, stream=stream):
+        with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
             logits = self.forward(size)
         self._memory = self._memory or graph.pool()
         self._graphs[size] = (graph, logits)
 
     def forward(self, n: int) -> Tensor:
         """Logits [n, vocab] of the next token of the first `n` rows, whose keys and values are written on the way."""
-        model, c, s = self.model, self.model.config, self.state
-        residual = F.embedding(s.ids[:n], model.embed).float()
-        layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
-        h = self._add_norm(residual, None, None, layers[0].input_norm)
-        for i, layer in enumerate(layers):
-            blocks = {block: self.bank.blocks[i, block] for block in ("qkv", "o", "gate_up", "down")}
-            mixed = self._attend(i, layer, blocks["qkv"], product(h, blocks["qkv"]))
-            h = self._add_norm(residual, product(mixed, blocks["o"]), blocks["o"], layer.post_norm)
-            h = self._silu_mul(blocks["gate_up"], product(h, blocks["gate_up"]))
-            y = product(h, blocks["down"])
-            following = layers[i + 1].input_norm if i + 1 < c.n_layers else model.final_norm
-            h = self._add_norm(residual, y, blocks["down"], following)
-        logits = FloatLogits.apply(h, model.output_weight)
-        return self.bank.add_head(logits, h, s.adapters[:n]) if self.bank.head is not None else logits
+        s = self.state
+        h = self._layers.run(s.ids[:n], s.positions, s.adapters, s.table, self._attend)
+        return self._layers.logits(h, s.adapters[:n])
 
-    def _add_norm(self, residual: Tensor, delta: Tensor | None, bank: BlockBank | None, weight: Tensor) -> Tensor:
-        n, size = residual.shape
-        out = torch.empty(n, size, dtype=weight.dtype, device=weight.device)
-        block = triton.next_power_of_2(size)
-        rank = bank.rank if bank is not None else 0
-        kernels.add_norm_kernel[(n,)](
-            residual, residual if delta is None else delta, 0 if delta is None else delta.stride(0),
-            residual if bank is None else bank.b, self.state.adapters, weight, out, self.model.config.rms_eps,
-            SIZE=size, BLOCK=block, RANK=rank, RANKS=triton.next_power_of_2(max(rank, 1)), HAS_DELTA=delta is not None,
-            AT_ONCE=rank * block <= LOW_RANK_ELEMENTS, num_warps=min(16, max(4, block // 256, rank * block // 4096)),
-        )  # fmt: skip
-        return out
-
-    def _attend(self, index: int, layer: DecoderLayer, bank: BlockBank, qkv: Tensor) -> Tensor:
-        c, s, n = self.model.config, self.state, qkv.shape[0]
-        q = torch.empty(n, c.n_heads, c.head_dim, dtype=self.model.dtype, device=qkv.device)
-        cos, sin = self.model.rotary_tables()
-        norm = layer.qk_norm
+    def _attend(self, index: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        c, s, n = self.model.config, self.state, len(q)
         k_pool, v_pool = self.pool.k[index], self.pool.v[index]
-        kernels.rotate_write_kernel[(triton.cdiv(n, kernels.ROWS), c.n_heads + 2 * c.n_kv_heads)](
-            qkv, qkv.stride(0), bank.b, s.adapters, qkv if norm is None else norm, cos, sin, s.positions, s.table,
-            s.table.stride(0), q, k_pool, v_pool, n, c.rms_eps,
-            HEADS=c.n_heads, KV_HEADS=c.n_kv_heads, HALF=c.head_dim // 2, RANK=bank.rank, ADAPTERS=self.bank.capacity,
-            NORM=norm is not None, PAGE=PAGE, TILE=kernels.ROWS, num_warps=4,
-        )  # fmt: skip
         group, scale = c.n_heads // c.n_kv_heads, c.head_dim**-0.5 * math.log2(math.e)
         shapes = {"HEADS": c.n_heads, "KV_HEADS": c.n_kv_heads, "GROUP": group, "SIZE": c.head_dim, "PAGE": PAGE}
         g, tiles = s.groups, max(1, n // 2)
@@ -239,15 +204,6 @@ class DecodeStep:
         )  # fmt: skip
         if splits > 1:
             kernels.combine_kernel[(n * c.n_heads,)](sums, lse, out, SIZE=c.head_dim, SPLITS=splits, num_warps=2)
-        return out.view(n, -1)
-
-    def _silu_mul(self, bank: BlockBank, x: Tensor) -> Tensor:
-        n, size = x.shape[0], self.model.config.intermediate_size
-        out = torch.empty(n, size, dtype=self.model.dtype, device=x.device)
-        kernels.silu_mul_kernel[(triton.cdiv(n, kernels.ROWS), triton.cdiv(size, SILU_BLOCK))](
-            x, x.stride(0), bank.b, self.state.adapters, out, n,
-            SIZE=size, BLOCK=SILU_BLOCK, RANK=bank.rank, ADAPTERS=self.bank.capacity, TILE=kernels.ROWS, num_warps=4,
-        )  # fmt: skip
         return out
 
     def draw(self, logits: Tensor, first: int, n: int, cut: Cut | None = None) -> Tensor:
@@ -281,14 +237,6 @@ class DecodeStep:
         result[0] = ids
         result[1] = logprobs.float().view(torch.int32)
         return result
-
-
-def product(x: Tensor, bank: BlockBank) -> Tensor:
-    """``x W^T + bias`` in float32 over the base's rows and those of every adapter."""
-    if x.dtype == torch.float32:
-        return F.linear(x, bank.weight, bank.bias)
-    y = torch.mm(x, bank.weight.t(), out_dtype=torch.float32)
-    return y if bank.bias is None else y.add_(bank.bias)
 
 
 def bucket(n: int, most: int) -> int:

@@ -75,11 +75,12 @@ def _low_rank(x, base, stride, first, b, column, rows, inside, adapter, RANK: tl
 
 @triton.jit
 def rotate_write_kernel(
-    qkv, stride, b, adapters, norm, cos, sin, positions, table, table_stride, q_out, k_pool, v_pool, n, eps,
+    qkv, stride, b, adapters, norm, cos, sin, positions, table, table_stride, q_out, k_out, v_out, k_pool, v_pool, n, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, RANK: tl.constexpr, ADAPTERS: tl.constexpr,
-    NORM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    NORM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, PROMPTS: tl.constexpr,
 ):  # fmt: skip
-    """Low-rank update, query/key norm and rotation of one head of TILE rows; keys and values go into their pages.
+    """Low-rank update, query/key norm and rotation of one head of TILE rows; keys and values go into their pages. `table` holds the pages
+    of every row's sequence or, with PROMPTS, the page of every row; keys and values then also go to `k_out` and `v_out`.
 
     `qkv` [n, (HEADS + 2 KV_HEADS) * 2 HALF, then h of the three parts]; pools [pages, KV_HEADS, PAGE, 2 HALF].
     """
@@ -103,7 +104,7 @@ def rotate_write_kernel(
         second = _low_rank(
             second, qkv, stride, TOTAL, b, head * SIZE + high, rows, inside, adapter, RANK, ADAPTERS, 3, part, TOTAL
         )
-        first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+    first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
     position = tl.load(positions + rows, mask=inside, other=0).to(tl.int64)
     if part < 2:
         if NORM:
@@ -125,12 +126,21 @@ def rotate_write_kernel(
     if part == 0:
         target = q_out + (rows[:, None] * HEADS + head) * SIZE
     else:
-        page = tl.load(table + rows * table_stride + position // PAGE, mask=inside, other=0).to(tl.int64)
-        place = ((page * KV_HEADS + (head - HEADS - (part - 1) * KV_HEADS)) * PAGE + position % PAGE) * SIZE
-        if part == 1:  # noqa: SIM108 - a pointer chosen by a branch, not by a value
-            target = k_pool + place[:, None]
+        if PROMPTS:  # noqa: SIM108 - a branch at compile time
+            entry = table + rows
         else:
-            target = v_pool + place[:, None]
+            entry = table + rows * table_stride + position // PAGE
+        page = tl.load(entry, mask=inside, other=0).to(tl.int64)
+        own = head - HEADS - (part - 1) * KV_HEADS
+        place = ((page * KV_HEADS + own) * PAGE + position % PAGE) * SIZE
+        packed = (rows * KV_HEADS + own) * SIZE
+        if part == 1:
+            target, twin = k_pool + place[:, None], k_out + packed[:, None]
+        else:
+            target, twin = v_pool + place[:, None], v_out + packed[:, None]
+        if PROMPTS:
+            tl.store(twin + low[None, :], first.to(dtype), mask=inside[:, None])
+            tl.store(twin + high[None, :], second.to(dtype), mask=inside[:, None])
     tl.store(target + low[None, :], first.to(dtype), mask=inside[:, None])
     tl.store(target + high[None, :], second.to(dtype), mask=inside[:, None])
 
@@ -154,7 +164,7 @@ def silu_mul_kernel(
         column = tl.minimum(columns, SIZE - 1)
         gate = _low_rank(gate, x, stride, 2 * SIZE, b, column, rows, inside, adapter, RANK, ADAPTERS, 2, 0, 2 * SIZE)
         up = _low_rank(up, x, stride, 2 * SIZE, b, SIZE + column, rows, inside, adapter, RANK, ADAPTERS, 2, 1, 2 * SIZE)
-        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     tl.store(out + rows[:, None] * SIZE + columns[None, :], (activated * up).to(dtype), mask=here)
 
@@ -279,28 +289,6 @@ def combine_kernel(part_sum, part_lse, out, SIZE: tl.constexpr, SPLITS: tl.const
     sums = tl.load(part_sum + (item * SPLITS + split[:, None]) * SIZE + column[None, :])
     mixed = tl.sum(sums * weight[:, None], axis=0) / tl.sum(weight, axis=0)
     tl.store(out + item * SIZE + column, mixed.to(out.dtype.element_ty))
-
-
-@triton.jit
-def write_pages_kernel(
-    k, k_stride, v, v_stride, pages, positions, k_pool, v_pool, n,
-    KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Keys and values [n, KV_HEADS, SIZE] of one head into their pages; `pages` [n] is that of each token."""
-    rows = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
-    head = tl.program_id(1)
-    column = tl.arange(0, SIZE)
-    inside = rows < n
-    page = tl.load(pages + rows, mask=inside, other=0).to(tl.int64)
-    offset = tl.load(positions + rows, mask=inside, other=0).to(tl.int64) % PAGE
-    target = (((page * KV_HEADS + head) * PAGE + offset) * SIZE)[:, None] + column[None, :]
-    mask = inside[:, None]
-    tl.store(
-        k_pool + target, tl.load(k + (rows * k_stride + head * SIZE)[:, None] + column[None, :], mask=mask), mask=mask
-    )
-    tl.store(
-        v_pool + target, tl.load(v + (rows * v_stride + head * SIZE)[:, None] + column[None, :], mask=mask), mask=mask
-    )
 
 
 @triton.jit

@@ -8,16 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
-from torch import Tensor
 
-from rllm.backends.local.cuda import kernels
 from rllm.backends.local.model import DecoderConfig
 from rllm.backends.local.transfer import to_device
 
 PAGE = 64
 """Tokens a page holds."""
-WRITE_ROWS = 32
 SPARE = 0
 """Page that belongs to no one: rows without a request write there."""
 
@@ -57,14 +53,6 @@ class PagePool:
             self._users[page] -= 1
             if not self._users[page]:
                 self._free.append(page)
-
-    def write(self, layer: int, k: Tensor, v: Tensor, pages: Tensor, positions: Tensor) -> None:
-        """Put the keys and values [N, kv_heads, head_dim] of one layer into `pages` [N], where their `positions` [N] belong."""
-        n, heads, size = k.shape
-        kernels.write_pages_kernel[(triton.cdiv(n, WRITE_ROWS), heads)](
-            k, k.stride(0), v, v.stride(0), pages, positions, self.k[layer], self.v[layer], n,
-            KV_HEADS=heads, SIZE=size, PAGE=PAGE, TILE=WRITE_ROWS, num_warps=4,
-        )  # fmt: skip
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         device = self.k.device
