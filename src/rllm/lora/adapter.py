@@ -142,14 +142,7 @@ class LoraAdapter(nn.Module):
     def accumulating(self, dtype: torch.dtype) -> tuple[LowRankPairs, Callable[[], None]]:
         """Pairs to train on in several backward passes, which add their gradients to `sums` in float32, and what to call after the
         last: it adds the sums to the gradients of the matrices. The pairs stay where they are from call to call; each starts anew."""
-        if self._accumulator is None or self._accumulator.flat.dtype is not dtype:
-            ranks = self.part_ranks()
-            flat = torch.zeros(self._size(ranks), dtype=dtype, device=self._device)
-            sums = torch.empty(flat.shape, device=self._device)
-            self._accumulator = LowRankPairs(self._views(flat, ranks), ranks, flat, None, self._views(sums, ranks))
-            self._sums = sums
-        pairs, sums = self._accumulator, self._sums
-        self._fill(pairs.flat)
+        pairs, sums = self.current(dtype), self._sums
         sums.zero_()
 
         @torch.no_grad()
@@ -163,6 +156,18 @@ class LoraAdapter(nn.Module):
             Scatter(pieces, gradients, scales, add=True).run()
 
         return pairs, finish
+
+    def current(self, dtype: torch.dtype) -> LowRankPairs:
+        """The pairs of `accumulating` as the matrices are now, the sums left alone."""
+        if self._accumulator is None or self._accumulator.flat.dtype is not dtype:
+            ranks = self.part_ranks()
+            flat = torch.zeros(self._size(ranks), dtype=dtype, device=self._device)
+            self._sums = torch.zeros(flat.shape, device=self._device)
+            self._accumulator = LowRankPairs(
+                self._views(flat, ranks), ranks, flat, None, self._views(self._sums, ranks)
+            )
+        self._fill(self._accumulator.flat)
+        return self._accumulator
 
     @torch.no_grad()
     def _fill(self, flat: Tensor) -> None:

@@ -140,6 +140,8 @@ class Learner:
     ) -> list[list[float]]:
         """Log-probability of every token of every row at the row's temperature; see `Backend.logprobs`."""
         result = [[0.0] * len(d.ids) for d in data]
+        if self._room is not None:
+            self._room.forget()
         rows_of = data if trained_only else [replace(d, mask=[0] + [1] * (len(d.ids) - 1)) for d in data]
         for own, rows in self._micro_batches(rows_of, lambda d: d.adapter):
             chosen = [rows_of[i] for i in rows]
@@ -254,10 +256,11 @@ class Learner:
 
     def _hidden(self, model: Decoder, lora: LowRank | None, ids: Tensor, attend: PackedCausal, rows: Tensor) -> Tensor:
         """Final hidden states [M, hidden] at the tokens `rows`."""
+        gradients = torch.is_grad_enabled()
         adds_up = lora.anchor is not None if lora is not None else bool(self._gradients)
-        if self._layers is None or model is not self.model or not adds_up or not torch.is_grad_enabled():
+        if self._layers is None or self._room is None or model is not self.model or (gradients and not adds_up):
             return model(ids, attend.positions, attend, lora).index_select(0, rows)
-        if lora is not None and self._room is not None and not self._room.holds(lora):
+        if lora is not None and not self._room.holds(lora):
             self._room.hold(lora)
         x = self._layers(ids, attend, lora, self._gradients or None, rows)
         return rms_norm(x, model.final_norm, model.config.rms_eps)
@@ -291,7 +294,10 @@ class Learner:
         if adapter in self._accumulating:
             return self.model, self._accumulating[adapter]
         if adapter in self.adapters:
-            return self.model, self.adapters[adapter].pairs(self.model.dtype, training=torch.is_grad_enabled())
+            own, training = self.adapters[adapter], torch.is_grad_enabled()
+            if self.model.fused and not training:
+                return self.model, own.current(self.model.dtype)
+            return self.model, own.pairs(self.model.dtype, training=training)
         if adapter in self.frozen:
             return self.model, self.frozen[adapter]
         if self.adapters and adapter == BASE:

@@ -6,6 +6,7 @@ Knows rows, adapters and pages; how rows see others is the caller's business.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ Attention = Callable[[int, Tensor, Tensor | None, Tensor | None], Tensor]
 class BankedLayers:
     def __init__(self, model: Decoder, bank: AdapterBank, pool: PagePool):
         self.model, self.bank, self.pool = model, bank, pool
+        self._chained: dict[str, Any] = kernels.chained(model.device)
 
     def run(
         self, ids: Tensor, positions: Tensor, adapters: Tensor, table: Tensor, attend: Attention, prompts: bool = False
@@ -63,7 +65,7 @@ class BankedLayers:
             residual, residual if delta is None else delta, 0 if delta is None else delta.stride(0),
             residual if bank is None else bank.b, adapters, weight, out, self.model.config.rms_eps,
             SIZE=size, BLOCK=block, RANK=rank, RANKS=triton.next_power_of_2(max(rank, 1)), HAS_DELTA=delta is not None,
-            AT_ONCE=rank * block <= LOW_RANK_ELEMENTS, num_warps=min(16, max(4, block // 256, rank * block // 4096)),
+            AT_ONCE=rank * block <= LOW_RANK_ELEMENTS, **self._chained, num_warps=min(16, max(4, block // 256, rank * block // 4096)),
         )  # fmt: skip
         return out
 
@@ -84,7 +86,7 @@ class BankedLayers:
             table.stride(0), q, q if k is None else k, q if v is None else v, self.pool.k[index], self.pool.v[index], n,
             c.rms_eps,
             HEADS=c.n_heads, KV_HEADS=c.n_kv_heads, HALF=c.head_dim // 2, RANK=bank.rank, ADAPTERS=self.bank.capacity,
-            NORM=norm is not None, PAGE=PAGE, TILE=kernels.ROWS, PROMPTS=prompts, num_warps=4,
+            NORM=norm is not None, PAGE=PAGE, TILE=kernels.ROWS, PROMPTS=prompts, **self._chained, num_warps=4,
         )  # fmt: skip
         return q, k, v
 
@@ -93,7 +95,7 @@ class BankedLayers:
         out = torch.empty(n, size, dtype=self.model.dtype, device=x.device)
         kernels.silu_mul_kernel[(triton.cdiv(n, kernels.ROWS), triton.cdiv(size, SILU_BLOCK))](
             x, x.stride(0), bank.b, adapters, out, n,
-            SIZE=size, BLOCK=SILU_BLOCK, RANK=bank.rank, ADAPTERS=self.bank.capacity, TILE=kernels.ROWS, num_warps=4,
+            SIZE=size, BLOCK=SILU_BLOCK, RANK=bank.rank, ADAPTERS=self.bank.capacity, TILE=kernels.ROWS, **self._chained, num_warps=4,
         )  # fmt: skip
         return out
 

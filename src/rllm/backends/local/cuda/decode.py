@@ -43,6 +43,7 @@ class Groups:
     table: Tensor
     pages: Tensor
     shared: Tensor
+    any: bool = False
 
     @classmethod
     def empty(cls, rows: int, pages: int, device: torch.device) -> Groups:
@@ -66,6 +67,9 @@ class Groups:
             for pages, members in alike.items()
             for i in range(0, len(members) - 1, TILE_ROWS)
         ]
+        if not tiles and not self.any:
+            return
+        self.any = bool(tiles)
         host = [torch.full_like(self.tiles, -1, device="cpu"), torch.zeros_like(self.table, device="cpu")]
         counts, shared = torch.zeros_like(self.pages, device="cpu"), torch.zeros_like(self.shared, device="cpu")
         for i, (members, pages) in enumerate(tiles):
@@ -137,7 +141,9 @@ class DecodeStep:
     def __init__(self, model: Decoder, bank: AdapterBank, pool: PagePool, state: RowState, max_len: int):
         self.model, self.bank, self.pool, self.state, self.max_len = model, bank, pool, state, max_len
         self._layers = BankedLayers(model, bank, pool)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._chained: dict[str, Any] = kernels.chained(model.device)
+        # By batch size, and whether any rows share pages.
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._memory = None
 
     def forget_graphs(self) -> None:
@@ -154,13 +160,15 @@ class DecodeStep:
         size = bucket(n, len(self.state.ids))
         if self.model.device.type != "cuda":  # the interpreter, in tests
             return self.forward(size)
-        if size not in self._graphs:
-            self._capture(size)
-        graph, logits = self._graphs[size]
+        key = size, self.state.groups.any
+        if key not in self._graphs:
+            self._capture(key)
+        graph, logits = self._graphs[key]
         graph.replay()
         return logits
 
-    def _capture(self, size: int) -> None:
+    def _capture(self, key: tuple[int, bool]) -> None:
+        size = key[0]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -170,7 +178,7 @@ class DecodeStep:
         with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
             logits = self.forward(size)
         self._memory = self._memory or graph.pool()
-        self._graphs[size] = (graph, logits)
+        self._graphs[key] = (graph, logits)
 
     def forward(self, n: int) -> Tensor:
         """Logits [n, vocab] of the next token of the first `n` rows, whose keys and values are written on the way."""
@@ -183,14 +191,16 @@ class DecodeStep:
         k_pool, v_pool = self.pool.k[index], self.pool.v[index]
         group, scale = c.n_heads // c.n_kv_heads, c.head_dim**-0.5 * math.log2(math.e)
         shapes = {"HEADS": c.n_heads, "KV_HEADS": c.n_kv_heads, "GROUP": group, "SIZE": c.head_dim, "PAGE": PAGE}
-        g, tiles = s.groups, max(1, n // 2)
-        prefix_sums = torch.empty(n, c.n_heads, PREFIX_SPLITS, c.head_dim, device=q.device)
-        prefix_lse = torch.empty(n, c.n_heads, PREFIX_SPLITS, device=q.device)
-        kernels.prefix_attention_kernel[(tiles, c.n_kv_heads, PREFIX_SPLITS)](
-            q, k_pool, v_pool, g.tiles, g.table, g.table.stride(0), g.pages, prefix_sums, prefix_lse, scale,
-            ROWS=TILE_ROWS, PADDED=max(16, triton.next_power_of_2(TILE_ROWS * group)), SPLITS=PREFIX_SPLITS, **shapes,
-            num_warps=4, num_stages=2,
-        )  # fmt: skip
+        g = s.groups
+        prefix_sums = prefix_lse = q
+        if g.any:
+            prefix_sums = torch.empty(n, c.n_heads, PREFIX_SPLITS, c.head_dim, device=q.device)
+            prefix_lse = torch.empty(n, c.n_heads, PREFIX_SPLITS, device=q.device)
+            kernels.prefix_attention_kernel[(max(1, n // 2), c.n_kv_heads, PREFIX_SPLITS)](
+                q, k_pool, v_pool, g.tiles, g.table, g.table.stride(0), g.pages, prefix_sums, prefix_lse, scale,
+                ROWS=TILE_ROWS, PADDED=max(16, triton.next_power_of_2(TILE_ROWS * group)), SPLITS=PREFIX_SPLITS, **shapes,
+                **self._chained, num_warps=4, num_stages=2,
+            )  # fmt: skip
         splits = splits_for(n * c.n_kv_heads)
         out = torch.empty_like(q)
         sums = lse = out
@@ -199,11 +209,13 @@ class DecodeStep:
             lse = torch.empty(n, c.n_heads, splits, device=q.device)
         kernels.decode_attention_kernel[(n, c.n_kv_heads, splits)](
             q, k_pool, v_pool, s.table, s.table.stride(0), s.positions, g.shared, prefix_sums, prefix_lse, out, sums, lse,
-            scale, PADDED=max(16, triton.next_power_of_2(group)), SPLITS=splits, PREFIX_SPLITS=PREFIX_SPLITS, **shapes,
-            num_warps=4, num_stages=3,
+            scale, PADDED=max(16, triton.next_power_of_2(group)), SPLITS=splits, PREFIX_SPLITS=PREFIX_SPLITS if g.any else 0, **shapes,
+            **self._chained, num_warps=4, num_stages=3,
         )  # fmt: skip
         if splits > 1:
-            kernels.combine_kernel[(n * c.n_heads,)](sums, lse, out, SIZE=c.head_dim, SPLITS=splits, num_warps=2)
+            kernels.combine_kernel[(n * c.n_heads,)](
+                sums, lse, out, SIZE=c.head_dim, SPLITS=splits, **self._chained, num_warps=2
+            )
         return out
 
     def draw(self, logits: Tensor, first: int, n: int, cut: Cut | None = None) -> Tensor:
@@ -218,12 +230,20 @@ class DecodeStep:
         sums = torch.empty(n, blocks, device=device)
         best = torch.empty(n, blocks, dtype=torch.int32, device=device)
         kernels.partial_softmax_kernel[(n, blocks)](
-            logits, s.temperatures[rows], tops, sums, best, VOCAB=vocab, BLOCK=SAMPLE_BLOCK, num_warps=8
+            logits,
+            s.temperatures[rows],
+            tops,
+            sums,
+            best,
+            VOCAB=vocab,
+            BLOCK=SAMPLE_BLOCK,
+            **self._chained,
+            num_warps=8,
         )
         kernels.draw_kernel[(n,)](
             logits, s.temperatures[rows], s.greedy[rows], s.seeds[rows], s.counts[rows], s.positions[rows], self.max_len,
             tops, sums, best, s.ids[rows], result, n,
-            VOCAB=vocab, BLOCK=SAMPLE_BLOCK, BLOCKS=blocks, PADDED=triton.next_power_of_2(blocks), num_warps=8,
+            VOCAB=vocab, BLOCK=SAMPLE_BLOCK, BLOCKS=blocks, PADDED=triton.next_power_of_2(blocks), **self._chained, num_warps=8,
         )  # fmt: skip
         return result
 

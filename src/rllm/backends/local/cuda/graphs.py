@@ -88,6 +88,9 @@ class LayerGraphs:
         captured = self._captured(layout, lora, weights)
         if captured is None:
             return fused_layers(self.model, x, layout, lora, weights).index_select(0, rows)
+        if not torch.is_grad_enabled():
+            captured.load(x, layout)
+            return captured.forward().index_select(0, rows)
         return _Replay.apply(x, captured, layout, rows, lora.anchor if lora is not None else None)
 
     def _captured(self, layout: PackedCausal, lora: LowRank | None, weights: Sums | None) -> CapturedLayers | None:
@@ -95,26 +98,30 @@ class LayerGraphs:
             self._graphs.clear()
             self._seen.clear()
             self._memory, self._moves = None, self.model.moves
-        key = (shape_of(layout), id(lora), lora is not None and lora.riding)
+        key = (shape_of(layout), id(lora), lora is not None and lora.riding, True)
+        if not torch.is_grad_enabled() and key not in self._graphs:
+            key = (*key[:3], False)
         if key not in self._graphs:
             self._seen[key] += 1
             if self._seen[key] < 2:
                 return None
             if len(self._graphs) >= MOST_GRAPHS:
                 self._graphs.popitem(last=False)
-            self._graphs[key] = CapturedLayers(self.model, key[0], lora, weights, self._memory)
+            self._graphs[key] = CapturedLayers(self.model, key[0], lora, weights, self._memory, key[3])
             self._memory = self._graphs[key].memory
         self._graphs.move_to_end(key)
         return self._graphs[key]
 
 
 class CapturedLayers:
-    """Forward and backward of all layers at one shape. They share their memory with those of other shapes: a backward pass must follow
+    """Forward and, if `both`, backward of all layers at one shape. They share their memory with those of other shapes: a backward pass must follow
     its forward pass before another one is run."""
 
-    def __init__(self, model: Decoder, shape: Shape, lora: LowRank | None, weights: Sums | None, memory: Any):
+    def __init__(
+        self, model: Decoder, shape: Shape, lora: LowRank | None, weights: Sums | None, memory: Any, both: bool = True
+    ):
         # Graphs hold addresses; what lies there must live as long: the adapter and its sums, and the weights' memory.
-        self.model, self.lora, self.weights = model, lora, weights
+        self.model, self.lora, self.weights, self.both = model, lora, weights, both
         self._held = [parameter.data for parameter in model.parameters()]
         device, size = model.device, model.config.hidden_size
         self.layout = FixedLayout.of(shape, device)
@@ -134,13 +141,17 @@ class CapturedLayers:
         self.layout.bounds[1:] = len(self.x)  # any valid layout will do
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        for passes in (self._forward, self._backward):
+        for passes in (self._forward, self._backward)[: 1 + self.both]:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.memory, stream=stream, capture_error_mode="thread_local"):
                 passes()
             self.memory = self.memory or graph.pool()
             self._graphs.append(graph)
         torch.cuda.current_stream().wait_stream(stream)
+
+    def load(self, x: Tensor, layout: PackedCausal) -> None:
+        self.x[: len(x)].copy_(x)
+        self.layout.load(layout)
 
     def forward(self) -> Tensor:
         """The residual after the last layer, of what `x` and `layout` hold."""
@@ -156,7 +167,9 @@ class CapturedLayers:
         x = self.x
         for layer in self.layers:
             x, kept = layer_forward(layer, x, self.tables, self.layout, self.lora)  # type: ignore[arg-type]
-            self._kept.append(kept)
+            if self.both:
+                self._kept.append(kept)
+            del kept
         self.result = x
 
     def _backward(self) -> None:
@@ -183,8 +196,7 @@ class _Replay(torch.autograd.Function):
     ) -> Tensor:
         ctx.captured, ctx.n = captured, len(x)
         ctx.save_for_backward(rows)
-        captured.x[: len(x)].copy_(x)
-        captured.layout.load(layout)
+        captured.load(x, layout)
         return captured.forward().index_select(0, rows)
 
     @staticmethod

@@ -10,21 +10,40 @@ Strides are in elements; last dimensions are contiguous. `adapters` [n] is the a
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 ROWS = 16
 """Rows a program handles where a low-rank product is part of it: the least a matrix unit takes."""
+
+
+def chained(device: torch.device) -> dict[str, bool]:
+    """Launch options of the kernels below: on Hopper a kernel is set up while the one before it still runs, and then waits for it
+    (programmatic dependent launch); a step is hundreds of kernels of a few microseconds."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+        return {"CHAINED": True, "launch_pdl": True}
+    return {"CHAINED": False}
+
+
+@triton.jit
+def _begin(CHAINED: tl.constexpr):
+    """Nothing may be read or written before the kernel in front has ended."""
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
 def add_norm_kernel(
     residual, delta, delta_stride, b, adapters, weight, out, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, HAS_DELTA: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    AT_ONCE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """``residual += delta + B h``; ``out = rms_norm(residual) * weight``. One program a row; `delta` [n, SIZE + ...], then h; `b`
     [adapters, RANK, SIZE], loaded AT_ONCE or rank by rank."""
+    _begin(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -77,13 +96,14 @@ def _low_rank(x, base, stride, first, b, column, rows, inside, adapter, RANK: tl
 def rotate_write_kernel(
     qkv, stride, b, adapters, norm, cos, sin, positions, table, table_stride, q_out, k_out, v_out, k_pool, v_pool, n, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, RANK: tl.constexpr, ADAPTERS: tl.constexpr,
-    NORM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, PROMPTS: tl.constexpr,
+    NORM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, PROMPTS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Low-rank update, query/key norm and rotation of one head of TILE rows; keys and values go into their pages. `table` holds the pages
     of every row's sequence or, with PROMPTS, the page of every row; keys and values then also go to `k_out` and `v_out`.
 
     `qkv` [n, (HEADS + 2 KV_HEADS) * 2 HALF, then h of the three parts]; pools [pages, KV_HEADS, PAGE, 2 HALF].
     """
+    _begin(CHAINED)
     SIZE: tl.constexpr = 2 * HALF
     TOTAL: tl.constexpr = (HEADS + 2 * KV_HEADS) * SIZE
     rows = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
@@ -148,9 +168,10 @@ def rotate_write_kernel(
 @triton.jit
 def silu_mul_kernel(
     x, stride, b, adapters, out, n,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, ADAPTERS: tl.constexpr, TILE: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, ADAPTERS: tl.constexpr, TILE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """``silu(gate + B h) * (up + B h)``; `x` [n, 2 SIZE, then h of the two parts]."""
+    _begin(CHAINED)
     rows = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < n
@@ -189,13 +210,14 @@ def _attend_page(query, k_pool, v_pool, place, seen, top, total, mixed, scale):
 def prefix_attention_kernel(
     q, k_pool, v_pool, tiles, tile_table, table_stride, tile_pages, part_sum, part_lse, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
-    SIZE: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
+    SIZE: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Attention of up to ROWS rows over the pages that all of them share, read once for them all.
 
     `tiles` [tiles, ROWS] names the rows (-1: none), `tile_table` their pages, `tile_pages` how many; each program does a share of the
     pages and leaves its sum and log-sum-exp (base 2) to `decode_attention_kernel`.
     """
+    _begin(CHAINED)
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -228,13 +250,14 @@ def prefix_attention_kernel(
 def decode_attention_kernel(
     q, k_pool, v_pool, table, table_stride, positions, shared, prefix_sum, prefix_lse, out, part_sum, part_lse, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr,
-    PAGE: tl.constexpr, SPLITS: tl.constexpr, PREFIX_SPLITS: tl.constexpr,
+    PAGE: tl.constexpr, SPLITS: tl.constexpr, PREFIX_SPLITS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Attention of one new token of a row over its pages, for the query heads of one key head; the first `shared` pages of a row were
     read by `prefix_attention_kernel`, whose shares are joined here.
 
     With SPLITS > 1 each program does a share of the pages and leaves its sum and log-sum-exp to `combine_kernel`.
     """
+    _begin(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -244,7 +267,9 @@ def decode_attention_kernel(
     head = kv_head * GROUP + tl.minimum(member, GROUP - 1)
     query = tl.load(q + (row * HEADS + head[:, None]) * SIZE + column[None, :])
     length = tl.load(positions + row) + 1
-    before = tl.load(shared + row)
+    before = 0
+    if PREFIX_SPLITS > 0:
+        before = tl.load(shared + row)
     pages = (length + PAGE - 1) // PAGE - before
     share = (pages + SPLITS - 1) // SPLITS
     first = before + split * share
@@ -252,7 +277,7 @@ def decode_attention_kernel(
     top = tl.full((PADDED,), float("-inf"), tl.float32)
     total = tl.zeros((PADDED,), tl.float32)
     mixed = tl.zeros((PADDED, SIZE), tl.float32)
-    if (before > 0) & (split == 0):
+    if PREFIX_SPLITS > 0 and (before > 0) & (split == 0):
         for s in tl.static_range(PREFIX_SPLITS):
             place = (row * HEADS + head) * PREFIX_SPLITS + s
             lse = tl.load(prefix_lse + place)
@@ -279,8 +304,9 @@ def decode_attention_kernel(
 
 
 @triton.jit
-def combine_kernel(part_sum, part_lse, out, SIZE: tl.constexpr, SPLITS: tl.constexpr):
+def combine_kernel(part_sum, part_lse, out, SIZE: tl.constexpr, SPLITS: tl.constexpr, CHAINED: tl.constexpr):
     """Join the shares of one (row, head): weights are ``2 ** (lse - max)``."""
+    _begin(CHAINED)
     item = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     column = tl.arange(0, SIZE)
@@ -293,9 +319,17 @@ def combine_kernel(part_sum, part_lse, out, SIZE: tl.constexpr, SPLITS: tl.const
 
 @triton.jit
 def partial_softmax_kernel(
-    logits, temperatures, block_max, block_sum, block_best, VOCAB: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    temperatures,
+    block_max,
+    block_sum,
+    block_best,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Per block of the vocabulary: the largest tempered logit, the sum of exponentials under it, and where it stands."""
+    _begin(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
@@ -311,12 +345,13 @@ def partial_softmax_kernel(
 @triton.jit
 def draw_kernel(
     logits, temperatures, greedy, seeds, counts, positions, limit, block_max, block_sum, block_best, ids, result,
-    n, VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr,
+    n, VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Inverse of the cumulative distribution at a uniform number that depends on (seed, count) alone; first the block, then within it.
 
     Writes the id to `ids` [n], (id, bits of its log-probability) to `result` [2, n], and moves the row on by one position.
     """
+    _begin(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, PADDED)
     there = block < BLOCKS
