@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from chat_tokenizers import ScriptedBackend, byte_level
+from chat_tokenizers import ScriptedBackend, chat_tokenizer
 
 from rllm.gateway.server import Gateway
 from rllm.types import AgentConfig, new_id
@@ -27,7 +27,7 @@ TOOLS: Any = [{"type": "function", "name": "get_weather", "parameters": PARAMETE
 @pytest.fixture(scope="module", params=["qwen3", "smollm2"])
 def weather(request: Any) -> Iterator[Gateway]:
     """A model that asks a tool first, and answers when it was told."""
-    backend = ScriptedBackend(byte_level(request.param))
+    backend = ScriptedBackend(chat_tokenizer(request.param))
 
     def script(ids: list[int]) -> str:
         told = backend.tokenizer.decode(ids).rpartition("sunny in ")

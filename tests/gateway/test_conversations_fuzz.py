@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import unicodedata
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from chat_tokenizers import ScriptedBackend, byte_level
+from chat_tokenizers import ScriptedBackend, chat_tokenizer
 
 from rllm.algorithms.datums import rows_of
 from rllm.gateway.chat import ChatModel, Piece
@@ -50,7 +51,7 @@ class Client:
     def __init__(self, seed: int):
         self.rng = random.Random(seed)
         self.template = self.rng.choice(["qwen3", "smollm2"])
-        self.tokenizer = byte_level(self.template)
+        self.tokenizer = chat_tokenizer(self.template)
         self.backend: Any = ScriptedBackend(self.tokenizer)
         self.backend.script = lambda _: self.tokens
         self.model, self.session = ChatModel(self.backend), Session("s")
@@ -169,7 +170,7 @@ class Client:
             assert not output.tool_calls
         text = self.tokenizer.decode(output.prompt_ids)
         if call.extends is None:
-            assert text == self.template_text(plain, tools)
+            assert text == self.as_read(self.template_text(plain, tools))
         else:
             earlier = self.session.recorded()[call.extends].output
             known = [*earlier.prompt_ids, *earlier.completion_ids]
@@ -191,6 +192,10 @@ class Client:
         """The chat as the template writes it, without any care for markers; what is no character replaced, as Unicode says."""
         bare = Plain(self.tokenizer)
         return bare.text(plain, list(tools.tools) if tools else [])
+
+    def as_read(self, text: str) -> str:
+        """What the tokenizer makes of a text before it splits it: Qwen's composes accents."""
+        return unicodedata.normalize("NFC", text) if self.template == "qwen3" else text
 
     def check_rows(self) -> None:
         calls = self.session.recorded()
