@@ -97,7 +97,11 @@ def _smollm2() -> Any:
     folder = Path(__file__).with_name("smollm2")
     raw = Tokenizer.from_str(lzma.decompress(folder.joinpath("tokenizer.json.xz").read_bytes()).decode())
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>", unk_token="<|endoftext|>"
+        tokenizer_object=raw,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        unk_token="<|endoftext|>",
     )
     tokenizer.chat_template = folder.joinpath("chat_template.jinja").read_text(encoding="utf-8")
     return tokenizer

@@ -62,6 +62,17 @@ def test_stop_leaves_no_thread_port_or_call_even_while_one_is_sampling(backend: 
         again.bind(("127.0.0.1", gateway.port))
 
 
+def test_a_client_does_not_wait_for_the_body_behind_the_head_of_an_answer(gateway: Gateway) -> None:
+    """Nagle's algorithm on the server's side would cost 40 ms in each of these calls."""
+    took = []
+    with httpx.Client(base_url=gateway.url) as client:
+        for _ in range(20):
+            started = time.perf_counter()
+            client.post("/v1/chat/completions", json={})
+            took.append(time.perf_counter() - started)
+    assert min(took[1:]) < 0.02
+
+
 def test_it_can_be_started_again_on_the_same_port(backend: Any) -> None:
     with Gateway(backend) as first:
         assert httpx.get(f"{first.url}/healthz").json() == {"status": "ok"}
