@@ -30,6 +30,7 @@ ARGUMENTS: list[Any] = [
     {"a": 1},
     {"z": [1, {"y": None}], "a": "→ <|im_end|>"},
     {"text": "</tool_call>"},
+    {"text": "</think> or <think>"},
     {"n": 1.5, "b": True},
 ]
 BROKEN = [

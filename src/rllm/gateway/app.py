@@ -20,10 +20,11 @@ from rllm.gateway import responses
 from rllm.gateway.chat import ChatModel, Prompt
 from rllm.gateway.errors import RequestError
 from rllm.gateway.events import event, event_stream, while_connected
-from rllm.gateway.messages import plain_messages, plain_text, plain_tools, strict_json
+from rllm.gateway.messages import plain_messages, plain_text, plain_tools
 from rllm.gateway.recorder import Session
 from rllm.gateway.replies import Reply
 from rllm.gateway.requests import call_params, check_names, flag, plain_prompt, reply_form, template_settings
+from rllm.tools.json_text import strict_json
 from rllm.types import new_id
 
 logger = logging.getLogger(__name__)
