@@ -164,6 +164,11 @@ class ChatModel:
         tool calls."""
         prompt, hear = call.prompt, {} if on_token is None else {"on_token": on_token}
         completion = await self.backend.sample(prompt.ids, call.sampling, call.adapter, **hear)
+        if not len(completion.ids) == len(completion.logprobs) == len(completion.versions):
+            raise RuntimeError(
+                f"the sampler gave {len(completion.ids)} tokens, {len(completion.logprobs)} log-probabilities and "
+                f"{len(completion.versions)} versions; there must be one of each for a token"
+            )
         sampled = self.renderer.decode(completion.ids)
         told = _before_stop(sampled, call.stop) if completion.finish_reason == "stop" else sampled
         content, calls = prompt.forced + told, []
@@ -237,13 +242,13 @@ class ChatModel:
                 break
         else:
             return None
-        ended_by = self.renderer.marker(earlier.output.completion_ids[-1])
+        sampled = earlier.output.completion_ids
+        ended_by = self.renderer.marker(sampled[-1]) if sampled else None
         if ended_by is not None:  # the end of turn was sampled; the template writes it too
             if not rest.startswith(ended_by):
                 return None
             rest = rest[len(ended_by) :]
-        output = earlier.output
-        return [*output.prompt_ids, *output.completion_ids, *self.renderer.encode(rest + forced)]
+        return [*earlier.output.prompt_ids, *sampled, *self.renderer.encode(rest + forced)]
 
     def _record(self, call: Prepared, session: Session, output: ModelOutput) -> None:
         prompt, rewrote = call.prompt, None
