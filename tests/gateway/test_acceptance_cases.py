@@ -73,7 +73,7 @@ def talk(gateway: Gateway, backend: Any) -> Iterator[tuple[Any, Ask]]:
         yield session, ask
 
 
-def user(text: str) -> Any:
+def user(text: Any) -> Any:
     return {"role": "user", "content": text}
 
 
