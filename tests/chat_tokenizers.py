@@ -86,7 +86,7 @@ BOTH = ("qwen3", "smollm2")
 
 @functools.cache
 def chat_tokenizer(name: str) -> Any:
-    """The tokenizer with its template; every byte is a token, so any text and any broken text can be sampled."""
+    """The tokenizer with its template. Bytes are tokens (all in `qwen3`, all but 21 rare ones in `smollm2`), so broken text can be sampled."""
     return {"qwen3": _qwen3, "smollm2": _smollm2}[name]()
 
 

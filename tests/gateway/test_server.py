@@ -87,3 +87,50 @@ def test_a_flow_is_told_the_url_model_and_settings_of_its_session(gateway: Gatew
     assert config.url_for("one") == f"{gateway.url}/s/t_0-abc/t/one/v1"
     assert (config.model, config.session_uid, config.is_validation) == ("echo", "t_0-abc", True)
     assert (config.sampling_params, config.metadata) == ({"temperature": 0.6}, {"target": 6})
+
+
+def test_a_prompt_far_too_long_is_refused_before_it_is_tokenized(gateway: Gateway, backend: Any) -> None:
+    started = time.monotonic()
+    for path, body in (
+        ("completions", {"prompt": "a b " * 10**6}),
+        ("chat/completions", {"messages": ask("a b " * 10**6)}),
+    ):
+        error = httpx.post(f"{gateway.url}/v1/{path}", json=body, timeout=60).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "4000000 characters, too many for the tokens that fit; at most 2048 are allowed" in error["message"]
+    assert time.monotonic() - started < 3 and not backend.asked
+
+
+def test_a_long_prompt_is_tokenized_while_other_calls_go_on(gateway: Gateway, backend: Any) -> None:
+    renderer: Any = gateway.model.renderer
+    began, go_on = threading.Event(), threading.Event()
+    text = "b" * 100_000
+    known = renderer.text, renderer.most_characters
+    try:
+        renderer.most_characters = 10**9
+
+        def slow(messages: Any, *more: Any) -> str:
+            if messages[0]["content"] == text:
+                began.set()
+                assert go_on.wait(20), "the other call was not answered"
+            return known[0](messages, *more)
+
+        renderer.text = slow
+        url = f"{gateway.url}/v1/chat/completions"
+        answers: list[httpx.Response] = []
+        long = threading.Thread(
+            target=lambda: answers.append(httpx.post(url, json={"messages": ask(text)}, timeout=60))
+        )
+        long.start()
+        assert began.wait(20)
+        assert httpx.post(url, json={"messages": ask("hello")}, timeout=10).status_code == 200
+        go_on.set()
+        long.join(30)
+        assert "tokens; at most 2048 are allowed" in answers[0].json()["error"]["message"]
+    finally:
+        del renderer.text
+        renderer.most_characters = known[1]
+
+
+def ask(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]

@@ -101,6 +101,7 @@ class ChatModel:
         Where the chat extends a recorded call, its exact tokens are taken and only what is new is rendered, provided the template
         leaves the earlier part as it was; else the whole chat is rendered anew.
         """
+        self._check_size(sum(len(message["content"]) for message in messages), "messages")
         listed, forced = list(tools.tools) if tools else [], hermes.forced_start(tools)
         earlier, n, known = session.earlier(messages, trajectory) if session else (None, 0, False)
         ids, as_sampled, text = None, messages, ""
@@ -126,6 +127,8 @@ class ChatModel:
         self, prompt: str | Sequence[int], session: Session | None = None, trajectory: str | None = None
     ) -> Prompt:
         """A raw text, in which special tokens are meant, or token ids."""
+        if isinstance(prompt, str):
+            self._check_size(len(prompt), "prompt")
         ids = self.renderer.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
         return Prompt(ids, extends=session.continued(ids, trajectory)[0] if session else None)
 
@@ -158,6 +161,16 @@ class ChatModel:
             trajectory=trajectory,
             order=session.next_order() if session else 0,
         )
+
+    def _check_size(self, characters: int, param: str) -> None:
+        """Refuse what cannot fit however it is tokenized, before minutes are spent on counting its tokens."""
+        if characters > self.max_prompt_length * self.renderer.most_characters:
+            raise RequestError(
+                f"the prompt has {characters} characters, too many for the tokens that fit; at most {self.max_prompt_length} are allowed "
+                "(data.max_prompt_length and the model's length)",
+                param,
+                TOO_LONG,
+            )
 
     async def answer(self, call: Prepared, on_token: OnToken | None = None) -> ModelOutput:
         """Sample a call and record it. `text` is the whole turn, `content` what the caller is told: up to a stop text, without the
@@ -227,10 +240,6 @@ class ChatModel:
             yield output
         finally:
             answer.cancel()
-
-    def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Each token as text of its own."""
-        return [self.backend.tokenizer.decode([token]) for token in ids]
 
     def _extended(self, earlier: Call, text: str, forced: str) -> list[int] | None:
         """Recorded tokens of `earlier` + those of what follows in `text`; None where the template writes the earlier part otherwise."""

@@ -93,13 +93,14 @@ class Reply:
         return choice
 
     def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
-        texts = self.model.token_texts(ids)
+        parts = [self.model.renderer.token_bytes(token) for token in ids]
+        texts = [part.decode("utf-8", "replace") for part in parts]
         if not self.chat:
             return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": None}
         return {
             "content": [
-                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, logprob in zip(texts, logprobs, strict=True)
+                {"token": text, "logprob": logprob, "bytes": list(part), "top_logprobs": []}
+                for text, part, logprob in zip(texts, parts, logprobs, strict=True)
             ]
         }
 
