@@ -113,7 +113,7 @@ def guard(folder: str, network: bool) -> None:
     def is_outside(path: object) -> bool:
         if isinstance(path, bytes):
             path = os.fsdecode(path)
-        return isinstance(path, str) and not os.path.realpath(path).startswith(inside)
+        return isinstance(path, str) and not (os.path.realpath(path) + os.sep).startswith(inside)
 
     def refuse(event: str, args: tuple) -> None:
         if event.startswith(forbidden):
@@ -121,13 +121,9 @@ def guard(folder: str, network: bool) -> None:
         if event == "open" and isinstance(args[2], int) and isinstance(args[0], (str, bytes)):
             if args[2] & WRITING:
                 check_written(args[0])
-            elif (
-                args[1] is None
-                and os.path.isdir(args[0])
-                and is_outside(os.path.join(args[0], b"" if isinstance(args[0], bytes) else ""))
-            ):
-                # By the descriptor of a folder, files in it could be opened under names that look like the working folder's.
-                raise PermissionError("a folder outside of the working folder cannot be opened")
+            elif args[1] is None and is_outside(args[0]) and os.path.isdir(args[0]):
+                # By its descriptor, files in it could be opened under names that look like the working folder's.
+                raise PermissionError(f"of folders, only the working folder can be opened, not {args[0]!r}")
         if event == "sqlite3.connect" and args[0] not in (":memory:", ""):
             check_written(args[0])
         if event.startswith(CHANGES) and any(is_outside(path) for path in args if isinstance(path, (str, bytes))):
