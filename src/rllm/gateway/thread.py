@@ -30,7 +30,8 @@ class AppThread(abc.ABC):
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
 
     def __enter__(self) -> Self:
         self.start()
