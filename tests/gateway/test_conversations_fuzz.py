@@ -127,6 +127,8 @@ class Client:
                 call["function"]["arguments"] = arguments
             elif how == 2:
                 call["id"] = f"call_{self.rng.random()}"
+        if self.rng.random() < 0.7:
+            kept.pop("reasoning_content", None)
         if kept.get("tool_calls") and self.rng.random() < 0.3:
             kept["content"] = None
         self.messages.append(kept)
@@ -134,7 +136,8 @@ class Client:
     def turn(self) -> None:
         self.speak()
         self.next_answer()
-        params = call_params({"max_tokens": self.rng.choice([4, 1000, 1000, 1000])})
+        split = self.rng.choice([None, True])
+        params = call_params({"max_tokens": self.rng.choice([4, 1000, 1000, 1000]), "separate_reasoning": split})
         tools = plain_tools(self.tools, None, None)
         plain = plain_messages(self.messages)
         prompt = self.model.chat_prompt(plain, self.session, None, tools)
@@ -149,14 +152,16 @@ class Client:
         self.keep(call.answer)
 
     async def streamed(self, prepared: Any) -> ModelOutput:
-        text, ids, logprobs, output = "", [], [], None
+        text, thought, ids, logprobs, output = "", "", [], [], None
         async for part in self.model.stream(prepared):
             if isinstance(part, Piece):
-                text, ids, logprobs = text + part.text, ids + part.ids, logprobs + part.logprobs
+                text, thought = text + part.text, thought + part.thought
+                ids, logprobs = ids + part.ids, logprobs + part.logprobs
             else:
                 output = part
         assert output is not None
         assert (text, ids, logprobs) == (output.content, output.completion_ids, output.logprobs)
+        assert thought == (output.reasoning if prepared.apart else "")
         return output
 
     def check(self, call: Call, plain: list[Any], tools: Any) -> None:

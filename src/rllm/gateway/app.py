@@ -79,9 +79,8 @@ class Routes:
 
         params = call_params({("max_tokens" if k == "max_output_tokens" else k): v for k, v in body.items()})
         adapter, name = self._adapter(body, session)
-        reply = responses.ResponseReply.to(body, f"resp_{new_id()}", name)
-        prompt = await _apart(size, make)
-        call = self.model.prepare(prompt, params, session, trajectory, reply.call_id, adapter)
+        call = self.model.prepare(await _apart(size, make), params, session, trajectory, f"resp_{new_id()}", adapter)
+        reply = responses.ResponseReply.to(body, call.call_id, name, call.apart)
         if stream:
             return await event_stream(request, reply.events(self.model.stream(call)), _error_event)
         [output] = await while_connected(request, [self.model.answer(call)])
@@ -113,7 +112,7 @@ class Routes:
         adapter, name = self._adapter(body, session)
         call, ids = _call_ids("chatcmpl" if chat else "cmpl", form.n)
         calls = [self.model.prepare(prompt, params, session, trajectory, one, adapter) for one in ids]
-        reply = Reply(call, name, form, chat, self.model)
+        reply = Reply(call, name, form, chat, self.model, calls[0].apart)
         if form.stream:
             events = reply.events([self.model.stream(one) for one in calls])
             return await event_stream(request, events, _error_event)
