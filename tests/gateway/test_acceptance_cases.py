@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -368,15 +369,37 @@ def test_bh34_one_of_four_that_sleeps_an_hour_ends_at_its_limit_and_three_are_th
     assert len(group.trajectories) == 3
 
 
+class Flag(threading.Event):
+    """Set in one event loop, awaited in another."""
+
+    async def wait(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        while not self.is_set():
+            await asyncio.sleep(0.005)
+
+
 @pytest.mark.parametrize("how", ["client", "flow", "reward", "tool"])
 def test_bh31_whatever_is_killed_in_the_middle_the_others_complete_and_counts_add_up(backend: Any, how: str) -> None:
+    sample, began, ended = backend.sample, Flag(), Flag()
+
+    async def sampled(prompt_ids: Any, *more: Any, **named: Any) -> Completion:
+        if "for ever" in backend.tokenizer.decode(prompt_ids):
+            began.set()
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                ended.set()
+        return await sample(prompt_ids, *more, **named)
+
+    backend.sample = sampled
+
     async def flow(task: Task, config: AgentConfig) -> Trajectory:
         response = await ask_in(config, [user(task.instruction)])
         if index(config) == 1 and how == "client":
             async with httpx.AsyncClient(base_url=config.base_url) as client:
-                pending = asyncio.ensure_future(client.post("/chat/completions", json={"messages": [user("more")]}))
-                await asyncio.sleep(0)
+                pending = asyncio.ensure_future(client.post("/chat/completions", json={"messages": [user("for ever")]}))
+                await began.wait()
                 pending.cancel()
+            await asyncio.wait_for(ended.wait(), 10)
             raise ConnectionError("the client is gone")
         if index(config) == 1 and how == "flow":
             asyncio.current_task().cancel()  # pyright: ignore[reportOptionalMemberAccess]

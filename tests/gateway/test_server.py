@@ -14,6 +14,10 @@ from rllm.errors import UserError
 from rllm.gateway.server import Gateway
 
 
+def ask(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
 def gateway_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "rllm-gateway"]
 
@@ -70,7 +74,7 @@ def test_a_client_does_not_wait_for_the_body_behind_the_head_of_an_answer(gatewa
             started = time.perf_counter()
             client.post("/v1/chat/completions", json={})
             took.append(time.perf_counter() - started)
-    assert min(took[1:]) < 0.02
+    assert min(took[1:]) < 0.03
 
 
 def test_it_can_be_started_again_on_the_same_port(backend: Any) -> None:
@@ -89,16 +93,17 @@ def test_a_flow_is_told_the_url_model_and_settings_of_its_session(gateway: Gatew
     assert (config.sampling_params, config.metadata) == ({"temperature": 0.6}, {"target": 6})
 
 
-def test_a_prompt_far_too_long_is_refused_before_it_is_tokenized(gateway: Gateway, backend: Any) -> None:
-    started = time.monotonic()
-    for path, body in (
-        ("completions", {"prompt": "a b " * 10**6}),
-        ("chat/completions", {"messages": ask("a b " * 10**6)}),
-    ):
+def test_a_prompt_far_too_long_is_refused_without_tokenizing_it(
+    gateway: Gateway, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenized: list[str] = []
+    monkeypatch.setattr(gateway.model.renderer, "tokenize", tokenized.append)
+    text = "a b " * 10**6
+    for path, body in (("completions", {"prompt": text}), ("chat/completions", {"messages": ask(text)})):
         error = httpx.post(f"{gateway.url}/v1/{path}", json=body, timeout=60).json()["error"]
         assert error["code"] == "context_length_exceeded"
         assert "4000000 characters, too many for the tokens that fit; at most 2048 are allowed" in error["message"]
-    assert time.monotonic() - started < 3 and not backend.asked
+    assert not tokenized and not backend.asked
 
 
 def test_a_long_prompt_is_tokenized_while_other_calls_go_on(gateway: Gateway, backend: Any) -> None:
@@ -130,7 +135,3 @@ def test_a_long_prompt_is_tokenized_while_other_calls_go_on(gateway: Gateway, ba
     finally:
         del renderer.text
         renderer.most_characters = known[1]
-
-
-def ask(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
