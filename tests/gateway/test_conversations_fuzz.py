@@ -4,6 +4,7 @@ that were sampled. The tokenizer and templates are real; the tokens come from a 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import random
 import unicodedata
@@ -17,6 +18,7 @@ from rllm.algorithms.datums import rows_of
 from rllm.gateway.chat import ChatModel, Piece
 from rllm.gateway.messages import plain_messages, plain_tools
 from rllm.gateway.recorder import Call, Session
+from rllm.gateway.render import Renderer
 from rllm.gateway.requests import call_params
 from rllm.types import ModelOutput, Step, Trajectory
 
@@ -46,16 +48,23 @@ TOOLS = [
 ]
 
 
+@functools.cache
+def model_of(template: str) -> ChatModel:
+    """One for all conversations: to look through a vocabulary takes longer than to talk."""
+    return ChatModel(ScriptedBackend(chat_tokenizer(template)))  # pyright: ignore[reportArgumentType]
+
+
 class Client:
     """One conversation, driven by a seed."""
 
     def __init__(self, seed: int):
         self.rng = random.Random(seed)
         self.template = self.rng.choice(["qwen3", "smollm2"])
-        self.tokenizer = chat_tokenizer(self.template)
-        self.backend: Any = ScriptedBackend(self.tokenizer)
+        self.model, self.session = model_of(self.template), Session("s")
+        self.backend: Any = self.model.backend
+        self.tokenizer = self.backend.tokenizer
         self.backend.script = lambda _: self.tokens
-        self.model, self.session = ChatModel(self.backend), Session("s")
+        self.backend.said.clear()
         self.tools = TOOLS if self.rng.random() < 0.6 else None
         self.messages: list[dict[str, Any]] = []
         self.last: Call | None = None
@@ -196,8 +205,7 @@ class Client:
 
     def template_text(self, plain: list[Any], tools: Any) -> str:
         """The chat as the template writes it, without any care for markers; what is no character replaced, as Unicode says."""
-        bare = Plain(self.tokenizer)
-        return bare.text(plain, list(tools.tools) if tools else [])
+        return without_cuts(self.template).text(plain, list(tools.tools) if tools else [])
 
     def as_read(self, text: str) -> str:
         """What the tokenizer makes of a text before it splits it: Qwen's composes accents."""
@@ -223,17 +231,12 @@ class Client:
         )
 
 
-class Plain:
+@functools.cache
+def without_cuts(template: str) -> Renderer:
     """A second rendering that cuts no markers: what `Renderer` must come to as text."""
-
-    def __init__(self, tokenizer: Any):
-        from rllm.gateway.render import Renderer
-
-        self.renderer = Renderer(tokenizer)
-        self.renderer.markers = self.renderer._tool_markers = ()
-
-    def text(self, plain: list[Any], tools: list[Any]) -> str:
-        return self.renderer.text(plain, tools)
+    bare = Renderer(chat_tokenizer(template))
+    bare.markers = bare._tool_markers = ()
+    return bare
 
 
 def split(rng: random.Random, text: str) -> list[str]:

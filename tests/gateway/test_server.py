@@ -77,6 +77,17 @@ def test_a_client_does_not_wait_for_the_body_behind_the_head_of_an_answer(gatewa
     assert min(took[1:]) < 0.03
 
 
+def test_it_listens_on_ipv6_and_its_url_says_so(backend: Any) -> None:
+    try:
+        with socket.socket(socket.AF_INET6) as there:
+            there.bind(("::1", 0))
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with Gateway(backend, host="::1") as gateway:
+        assert gateway.url == f"http://[::1]:{gateway.port}"
+        assert httpx.get(f"{gateway.url}/healthz").status_code == 200
+
+
 def test_it_can_be_started_again_on_the_same_port(backend: Any) -> None:
     with Gateway(backend) as first:
         assert httpx.get(f"{first.url}/healthz").json() == {"status": "ok"}
