@@ -84,6 +84,8 @@ def test_output_is_limited_while_it_is_written() -> None:
         "import os; os.unlink('there', dir_fd=os.open('FOLDER', os.O_RDONLY))",
         "import os; os.symlink('FOLDER/x', 'link'); open('link', 'w')",
         "import sqlite3; sqlite3.connect('FOLDER/x').execute('create table a (b)')",
+        "import sqlite3, pathlib; sqlite3.connect(pathlib.Path('FOLDER/x')).execute('create table a (b)')",
+        "import sqlite3; sqlite3.connect('file:FOLDER/x?mode=rwc', uri=True).execute('create table a (b)')",
         "import resource, os; resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (9, 9))",
         "import sys; sys.audit('sys.remote_exec', 1, 'x')",
     ],

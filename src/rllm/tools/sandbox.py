@@ -124,15 +124,19 @@ def guard(folder: str, network: bool) -> None:
             elif args[1] is None and is_outside(args[0]) and os.path.isdir(args[0]):
                 # By its descriptor, files in it could be opened under names that look like the working folder's.
                 raise PermissionError(f"of folders, only the working folder can be opened, not {args[0]!r}")
-        if event == "sqlite3.connect" and args[0] not in (":memory:", ""):
-            check_written(args[0])
+        if event == "sqlite3.connect":
+            name = os.fsdecode(args[0])
+            if name.startswith("file:"):
+                raise PermissionError("a data base is only opened by its path here, not by a URI")
+            if name not in (":memory:", ""):
+                check_written(name)
         if event.startswith(CHANGES) and any(is_outside(path) for path in args if isinstance(path, (str, bytes))):
             raise PermissionError(f"{event} is only allowed in the working folder")
 
-    def check_written(path: object) -> None:
+    def check_written(path: str | bytes) -> None:
         if is_outside(path):
             raise PermissionError(f"files can only be written in the working folder, not {path!r}")
-        written.add(os.path.realpath(path))  # pyright: ignore[reportCallIssue, reportArgumentType]
+        written.add(os.path.realpath(path))
         if len(written) > MOST_FILES:
             raise PermissionError(f"more than {MOST_FILES} files were written")
 
