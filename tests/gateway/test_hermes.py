@@ -51,6 +51,12 @@ def test_calls_are_read_and_the_rest_is_content(text: str, content: str, calls: 
     assert told(text) == (content, calls)
 
 
+def test_in_a_thought_that_the_prompt_opened_nothing_is_a_call_before_its_end() -> None:
+    assert parse_calls(f"hm {GOOD}", thinking=True) == (f"hm {GOOD}", [])
+    content, calls = parse_calls(f"hm {GOOD}</think>\n{GOOD}", thinking=True)
+    assert content == f"hm {GOOD}</think>" and len(calls) == 1
+
+
 @pytest.mark.parametrize(
     "json_text",
     [

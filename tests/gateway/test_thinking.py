@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -64,9 +65,9 @@ def served(request: Any) -> Iterator[tuple[Any, Any, openai.OpenAI]]:
         yield backend, session, openai.OpenAI(base_url=gateway.agent_config(session).base_url, api_key="x")
 
 
-def asked(client: openai.OpenAI, messages: Any, streamed: bool) -> tuple[str, str, list[Any]]:
+def asked(client: openai.OpenAI, messages: Any, streamed: bool, model: str = "m") -> tuple[str, str, list[Any]]:
     """(thought, content, calls) of an answer."""
-    made: Any = client.chat.completions.create(model="m", messages=messages, tools=TOOLS, stream=streamed)
+    made: Any = client.chat.completions.create(model=model, messages=messages, tools=TOOLS, stream=streamed)
     if not streamed:
         message = made.choices[0].message
         return message.reasoning_content, message.content, message.tool_calls or []
@@ -169,6 +170,25 @@ def test_the_openai_agents_sdk_gets_and_returns_thoughts(served: Any, api: str, 
     assert any(item.type == "reasoning_item" for item in result.new_items)
     assert session.counts()["calls"] == 2
     assert [c.output.completion_ids for c in session.recorded().values()] == [ids for _, ids, _ in backend.said]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_thought_that_the_template_opens_is_told_apart_and_holds_no_calls(streamed: bool) -> None:
+    tokenizer = copy.copy(chat_tokenizer("smollm2"))
+    tokenizer.chat_template = tokenizer.chat_template.replace("assistant\n' }}", "assistant\n<think>\n' }}")
+    backend: Any = ScriptedBackend(tokenizer)
+    call = CALL.replace("</think>", "x")
+    with Gateway(backend, reasoning="split") as gateway:
+        client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="x")
+        for said, expected in (
+            (f"hm {call}\n</think>\n\nyes", (f"hm {call}", "yes", 0)),
+            (f"hm\n</think>\n{call}", ("hm", None, 1)),
+            (f"hm {call}", (f"hm {call}", "", 0)),
+        ):
+            backend.script = lambda _, said=said: said
+            thought, content, calls = asked(client, [{"role": "user", "content": "go"}], streamed, model="scripted")
+            assert (thought, content or None, len(calls)) == (expected[0], expected[1] or None, expected[2])
+        assert tokenizer.decode(backend.said[0][0]).endswith("<think>\n")
 
 
 def test_a_call_may_ask_for_the_other_way(served: Any) -> None:

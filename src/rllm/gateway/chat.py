@@ -212,7 +212,7 @@ class ChatModel:
         told = _before_stop(sampled, call.stop) if completion.finish_reason == "stop" else sampled
         content, calls = prompt.forced + told, []
         if prompt.tools is not None and prompt.tools.parses:
-            content, calls = hermes.parse_calls(content)
+            content, calls = hermes.parse_calls(content, call.opened and not prompt.forced)
         thought, said = split_thought(content, call.opened)
         output = ModelOutput(
             id=call.call_id,

@@ -28,13 +28,13 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 
 
-def parse_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
+def parse_calls(text: str, thinking: bool = False) -> tuple[str, list[dict[str, Any]]]:
     """(content, calls) of an answer. Content is all that is no call (see `parse_tool_calls`): a block that cannot be read stays in it as
     it was sampled."""
     calls: list[dict[str, Any]] = []
     content: list[str] = []
     end = 0
-    for call in parse_tool_calls(text):
+    for call in parse_tool_calls(text, thinking):
         if call.error is not None:
             continue
         start = call.span[0]

@@ -39,15 +39,16 @@ class _Broken(ValueError):
         self.name = name
 
 
-def parse_tool_calls(text: str) -> list[ToolCall]:
+def parse_tool_calls(text: str, thinking: bool = False) -> list[ToolCall]:
     """Every call in `text`, in order. One that cannot be read is in the list too, with its `error`: it is never left out, and never
     becomes a call with other arguments.
 
     Arguments are an object, or JSON text of one. A block cut before its end tag counts if its JSON is whole. What is said while thinking
-    is no call; the tags of thinking inside of a call's JSON are text.
+    is no call; the tags of thinking inside of a call's JSON are text. `thinking`: the text begins inside of a thought, which its prompt
+    opened.
     """
     calls: list[ToolCall] = []
-    thinking, at = False, 0
+    at = 0
     while mark := _MARK.search(text, at):
         at = mark.end()
         if mark[0] == THINK:
