@@ -78,9 +78,9 @@ def lock_files_and_signals(folder: str) -> None:
         ruleset = libc.syscall(create, rules, 8 if version < 4 else 16 if version < 6 else 24, 0)
         where = os.open(folder, os.O_RDONLY)
         allowed = (files & ~execute & ~special).to_bytes(8, sys.byteorder) + where.to_bytes(4, sys.byteorder)
-        libc.syscall(add, ruleset, 1, allowed, 0)
-        libc.prctl(38, 1, 0, 0, 0)  # no new privileges, which Landlock asks for
-        libc.syscall(restrict, ruleset, 0)
+        if libc.syscall(add, ruleset, 1, allowed, 0) == 0:
+            libc.prctl(38, 1, 0, 0, 0)  # no new privileges, which Landlock asks for
+            libc.syscall(restrict, ruleset, 0)
         os.close(where)
         os.close(ruleset)
     except (ImportError, OSError, AttributeError):
