@@ -57,6 +57,10 @@ def evaluate(
         raise ConfigError("--resume goes on with a file: name it with --episodes")
     resolved = config if isinstance(config, Resolved) else load_config(base=config, training=False)
     config = resolved.config.model_copy(deep=True)
+    if base_url is not None and config.rollout.reasoning == "split":
+        raise ConfigError(
+            "rollout.reasoning=split has no meaning with --base-url: the endpoint decides where it tells thoughts; leave it out"
+        )
     config.lora.adapter_path = adapter
     if adapter:
         config = match_config_to_adapter(config)

@@ -252,7 +252,8 @@ def serve(
     config = match_config_to_adapter(resolved.config) if adapter else resolved.config
     backend = create_backend(config)
     try:
-        serve_openai(backend, host, port, adapters=list(config.lora.adapters()) if adapter else [])
+        adapters = list(config.lora.adapters()) if adapter else []
+        serve_openai(backend, host, port, adapters=adapters, reasoning=config.rollout.reasoning)
     finally:
         backend.close()
 

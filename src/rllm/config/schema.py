@@ -194,6 +194,10 @@ class RolloutConfig(Section):
     episode_timeout_s: float = Field(
         default=600.0, gt=0, description="Deadline of one episode, the evaluator's own run included"
     )
+    reasoning: Literal["content", "split"] = Field(
+        default="content",
+        description="Where callers find <think> blocks: in the content, or split off as reasoning_content (the tokens are the same)",
+    )
     call_timeout_s: float | None = Field(
         default=None, gt=0, description="Deadline of one model call, waiting included; default: the episode's alone"
     )

@@ -17,6 +17,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from rllm.errors import UserError
+from rllm.gateway import responses
+from rllm.gateway.errors import RequestError
+from rllm.gateway.messages import tool_call
 from rllm.gateway.recorder import Call, Session
 from rllm.gateway.thread import AppThread
 from rllm.types import AgentConfig, Message, ModelOutput, TerminationEvent, TerminationReason, new_id
@@ -136,9 +139,9 @@ class RemoteGateway(AppThread):
     def _complete(self, body: dict[str, Any], session: Session) -> None:
         """The session's settings where the call has none, and the endpoint's name of the model."""
         body["model"] = body.get("model") or self.model_name
-        if "input" in body:  # the Responses API names its settings otherwise
-            return
         for name, value in session.sampling.items():
+            if "input" in body and name == "max_tokens":  # the Responses API has a name of its own for it
+                name = "max_output_tokens"
             is_length = name == "max_tokens" and body.get("max_completion_tokens") is not None
             is_off = name == "top_p" and value == 1.0
             if value is not None and body.get(name) is None and not is_length and not is_off:
@@ -230,8 +233,13 @@ class _Record:
         self.order = self.session.next_order()
 
     def take(self, data: Any) -> None:
-        """Record the choices of a whole answer. What is no chat or text completion is none of ours."""
-        choices: list[Any] = (data.get("choices") if isinstance(data, dict) else None) or []
+        """Record the choices of a whole answer. What is no chat, text completion or response is none of ours."""
+        if not isinstance(data, dict):
+            return
+        if data.get("object") == "response":
+            self._take_response(data)
+            return
+        choices: list[Any] = data.get("choices") or []
         for i, choice in enumerate(choices):
             message = choice.get("message") or {}
             call = str(data.get("id") or new_id())
@@ -245,20 +253,34 @@ class _Record:
 
     def take_events(self, events: list[Any]) -> None:
         """Record a streamed answer from its events, as far as it came."""
-        texts: dict[int, list[str]] = {}
-        reasons: dict[int, str] = {}
+        told: dict[int, _Told] = {}
         call = ""
         for event in events:
+            if event.get("type") in ("response.completed", "response.incomplete"):
+                self._take_response(event.get("response") or {})
             call = call or str(event.get("id") or "")
             for choice in event.get("choices") or ():
-                i = int(choice.get("index") or 0)
-                texts.setdefault(i, []).append(
-                    str((choice.get("delta") or {}).get("content") or choice.get("text") or "")
-                )
-                reasons[i] = choice.get("finish_reason") or reasons.get(i, "")
-        for i, parts in texts.items():
-            name = (call or new_id()) if len(texts) == 1 else f"{call}-{i}"
-            self._record(name, "".join(parts), reasons[i] or "stop", "", [])
+                told.setdefault(int(choice.get("index") or 0), _Told()).add(choice)
+        for i, one in told.items():
+            name = (call or new_id()) if len(told) == 1 else f"{call}-{i}"
+            self._record(name, one.text, one.reason or "stop", one.reasoning, list(one.calls.values()))
+
+    def _take_response(self, data: Mapping[str, Any]) -> None:
+        """Record an answer of the Responses API."""
+        texts: list[str] = []
+        thoughts: list[str] = []
+        calls: list[dict[str, Any]] = []
+        for item in data.get("output") or ():
+            parts = item.get("content") or ()
+            if item.get("type") == "function_call":
+                calls.append(tool_call(str(item.get("call_id") or ""), item.get("name"), item.get("arguments")))
+            elif item.get("type") == "reasoning":
+                thoughts += [str(part.get("text") or "") for part in (*parts, *(item.get("summary") or ()))]
+            else:
+                texts += [str(part.get("text") or "") for part in parts]
+        cut = data.get("status") == "incomplete"
+        reason = "length" if cut else "tool_calls" if calls else "stop"
+        self._record(str(data.get("id") or new_id()), "".join(texts), reason, "".join(thoughts), calls)
 
     def _record(self, call: str, text: str, reason: str, reasoning: str, tool_calls: list[Any]) -> None:
         output = ModelOutput(
@@ -275,7 +297,33 @@ class _Record:
             tool_calls=tool_calls,
             adapter="",
         )
-        self.session.record(Call(output, list(self.body.get("messages") or ()), self.trajectory, self.order))
+        messages: list[Message] = list(self.body.get("messages") or ())
+        if "input" in self.body:
+            with contextlib.suppress(RequestError):  # items that only this endpoint knows
+                messages = responses.as_messages(self.body)
+        self.session.record(Call(output, messages, self.trajectory, self.order))
+
+
+@dataclass
+class _Told:
+    """One choice of a streamed answer, put together."""
+
+    text: str = ""
+    reasoning: str = ""
+    reason: str = ""
+    calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, choice: Mapping[str, Any]) -> None:
+        delta = choice.get("delta") or {}
+        self.text += str(delta.get("content") or choice.get("text") or "")
+        self.reasoning += str(delta.get("reasoning_content") or "")
+        self.reason = choice.get("finish_reason") or self.reason
+        for part in delta.get("tool_calls") or ():
+            function = part.get("function") or {}
+            call = self.calls.setdefault(int(part.get("index") or 0), tool_call("", "", ""))
+            call["id"] = part.get("id") or call["id"]
+            call["function"]["name"] += function.get("name") or ""
+            call["function"]["arguments"] += function.get("arguments") or ""
 
 
 async def _streamed(answer: httpx.Response, record: _Record | None) -> AsyncIterator[bytes]:

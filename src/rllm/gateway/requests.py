@@ -42,7 +42,15 @@ _OFF: dict[str, tuple[Any, ...]] = {
 }
 _SAMPLING = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 _BOTH = {*_SAMPLING, "model", "n", "stream", "stream_options", "logprobs", "return_token_ids"}
-_CHAT = {*_BOTH, "messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"}
+_CHAT = {
+    *_BOTH,
+    "messages",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+    "separate_reasoning",
+}
 _COMPLETIONS = {*_BOTH, "prompt"}
 # Why a setting is refused, where the reason is not that nothing here does it.
 _WHY = {
@@ -58,7 +66,7 @@ _TEMPLATE_RESERVED = {
 
 @dataclass(frozen=True)
 class CallParams:
-    """Sampling settings of one call; None means "the session's, else the default"."""
+    """Sampling settings of one call; None means "the session's, else the default". `separate_reasoning` changes only how it is told."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -66,6 +74,7 @@ class CallParams:
     top_k: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    separate_reasoning: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -138,14 +147,16 @@ def call_params(given: Mapping[str, Any]) -> CallParams:
         top_k=_number(given, "top_k", int, 0, 2**31),
         seed=_number(given, "seed", int, -(2**63), 2**63 - 1),
         stop=tuple(map(str, stops)),
+        separate_reasoning=None if given.get("separate_reasoning") is None else flag(given, "separate_reasoning"),
     )
 
 
 def sampling_keywords(given: Mapping[str, Any]) -> CallParams:
     """`call_params` for a Python caller: every keyword must be one of them."""
+    allowed = (*_SAMPLING, "separate_reasoning")
     for name in given:
-        if name not in _SAMPLING:
-            raise RequestError(f"unknown keyword {name!r}; allowed are {', '.join(_SAMPLING)} and trajectory", name)
+        if name not in allowed:
+            raise RequestError(f"unknown keyword {name!r}; allowed are {', '.join(allowed)} and trajectory", name)
     return call_params(given)
 
 

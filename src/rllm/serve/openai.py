@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from rllm.backends.base import BASE, DEFAULT_ADAPTER, Backend
 from rllm.gateway.server import Gateway
@@ -29,17 +30,20 @@ def serve_openai(
     *,
     adapters: Sequence[str] = (DEFAULT_ADAPTER,),
     max_tokens: int = 512,
+    reasoning: Literal["content", "split"] = "content",
     say: Callable[[str], None] = print,
     until: threading.Event | None = None,
 ) -> None:
     """Serve until Ctrl-C (or until `until` is set), then free the port.
 
     `adapters` are served beside the model; none: only the model itself. `max_tokens` bounds a
-    completion where a call does not. A port in use is a `UserError`.
+    completion where a call does not, `reasoning` says where thoughts are told (``rollout.reasoning``). A port in use is a `UserError`.
     """
     names = served_models(backend, adapters)
     stop = until or threading.Event()
-    with Gateway(backend, host=host, port=port, default_max_tokens=max_tokens, models=names) as gateway:
+    with Gateway(
+        backend, host=host, port=port, default_max_tokens=max_tokens, models=names, reasoning=reasoning
+    ) as gateway:
         say(f"serving {' and '.join(names)} at {gateway.url}/v1 (OpenAI API); Ctrl-C stops")
         say(f'try: python examples/chat_client.py --base-url {gateway.url}/v1 "your question"')
         try:
