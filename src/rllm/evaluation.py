@@ -16,6 +16,7 @@ from rllm.algorithms.metrics import validation_metrics
 from rllm.backends.base import BASE, DEFAULT_ADAPTER
 from rllm.config.load import Resolved, load_config
 from rllm.config.schema import Config
+from rllm.config.schema_distill import DistillConfig
 from rllm.errors import ConfigError, DataError
 from rllm.gateway.remote import RemoteGateway
 from rllm.lora.files import match_config_to_adapter
@@ -58,6 +59,7 @@ def evaluate(
     resolved = config if isinstance(config, Resolved) else load_config(base=config, training=False)
     config = resolved.config.model_copy(deep=True)
     config.lora.adapter_path = adapter
+    config.distill = DistillConfig()  # nobody is taught here
     if adapter:
         config = match_config_to_adapter(config)
     config.rollout.n_val = max(config.rollout.n_val, *ks)

@@ -23,6 +23,7 @@ from rllm.collect import collect
 from rllm.config.load import Resolved, load_config
 from rllm.config.schema import Config
 from rllm.data.dataset import Dataset, load_dataset
+from rllm.distill import Distiller
 from rllm.early_stop import EarlyStop, check_early_stop
 from rllm.errors import ConfigError, DataError, ModelError, RunError
 from rllm.rollouts.batch import Rollouts, stable_seed
@@ -78,8 +79,9 @@ class AgentTrainer:
         backend = self._given_backend or create_backend(self.config)
         runner_parts = (self.flow, self.workflow_class, self.workflow_args, self.evaluator)
         try:
+            distiller = Distiller.of(self.config, backend)
             with Rollouts(backend, self.config, *runner_parts) as rollouts:
-                return _Run(self, folder, backend, rollouts, started).run()
+                return _Run(self, folder, backend, rollouts, started, distiller).run()
         finally:
             if self._given_backend is None:
                 backend.close()
@@ -94,6 +96,7 @@ class _Run:
     backend: Backend
     rollouts: Rollouts
     started: float
+    distiller: Distiller | None = None
     account: Accounting = field(default_factory=Accounting)
     step: int = 0
     completed: int = 0
@@ -112,7 +115,8 @@ class _Run:
     def run(self) -> dict[str, Any]:
         config = self.trainer.config
         total, validated = self.total, {}
-        facts = self.backend.describe() | {"notes": [*self.trainer.resolved.notes, *self.rollouts.runner.notes]}
+        notes = [*self.trainer.resolved.notes, *self.rollouts.runner.notes]
+        facts = self.backend.describe() | {"notes": [*notes, self.distiller.note] if self.distiller else notes}
         for tracker in self.trackers:
             tracker.start(facts, total)
         try:
@@ -155,9 +159,14 @@ class _Run:
         self.folder.write_episodes(self.step, "train", found.episodes)
         rolled_out = time.monotonic()
         account, metrics = found.account, found.metrics(config)
-        groups, kl_metrics = self.update.with_kl_in_reward(found, self.step)
         if self.step == 1:
-            check_role_names(found.rewarded, config.algorithm.per_role)
+            check_role_names(found.rewarded, config.algorithm.per_role, "algorithm.per_role")
+            check_role_names(found.rewarded, config.distill.roles or (), "distill.roles")
+        taught = None
+        if self.distiller is not None:
+            taught, told = self.distiller.run(found)
+            metrics |= told
+        groups, kl_metrics = self.update.with_kl_in_reward(found, self.step)
         data = build_datums(
             groups,
             account,
@@ -167,6 +176,7 @@ class _Run:
             stepwise=config.algorithm.stepwise,
             gamma=config.algorithm.gamma,
             per_role={role: own.adv_estimator for role, own in config.algorithm.per_role.items() if own.adv_estimator},
+            token_advantages=taught,
         )
         metrics |= kl_metrics | self.update.run(data, found, account, self.step)
         if metrics["train/optimizer_steps"]:

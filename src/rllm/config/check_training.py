@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from rllm.config.schema import Config, EarlyStopConfig, OptimConfig
 from rllm.config.schema_algorithm import AlgorithmConfig, FilterConfig, RolloutCorrectionConfig
-from rllm.config.section import Section
+from rllm.config.section import not_default
 
 Refuse = Callable[[str, str], Exception]
 
@@ -107,7 +107,7 @@ def _check_rewards(config: Config, refuse: Refuse) -> None:
 def _check_early_stop(config: Config, refuse: Refuse) -> None:
     t, stop = config.trainer, config.trainer.early_stop
     if stop.metric is None:
-        set_too = next((name for name in _not_default(stop, EarlyStopConfig())), None)
+        set_too = next((name for name in not_default(stop, EarlyStopConfig())), None)
         if set_too is not None:
             raise refuse(
                 f"trainer.early_stop.{set_too}",
@@ -136,10 +136,10 @@ def training_notes(config: Config) -> list[str]:
         )
     if a.reference == "initial_adapter" and not (a.kl_beta or a.kl_in_reward):
         notes.append("algorithm.reference=initial_adapter: there is no KL, so no reference policy is asked")
-    if not a.filter.enable and list(_not_default(a.filter, FilterConfig())):
+    if not a.filter.enable and list(not_default(a.filter, FilterConfig())):
         notes.append("algorithm.filter.*: nothing is filtered, as algorithm.filter.enable is false")
     if a.rollout_correction.level == "none":
-        unused = _not_default(a.rollout_correction, RolloutCorrectionConfig())
+        unused = not_default(a.rollout_correction, RolloutCorrectionConfig())
         notes += [f"algorithm.rollout_correction.{name} has no effect: level is none" for name in unused]
     notes += _schedule_notes(config, o)
     return notes
@@ -167,7 +167,3 @@ def why_trainer_logprobs(config: Config) -> str | None:
     if a.mini_batch_size is not None and a.mini_batch_size < config.data.train_batch_size:
         return f"algorithm.mini_batch_size={a.mini_batch_size} makes several optimizer steps of a step"
     return None
-
-
-def _not_default(section: Section, default: Section) -> Iterator[str]:
-    return (name for name in type(section).model_fields if getattr(section, name) != getattr(default, name))

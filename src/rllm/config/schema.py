@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from rllm.config.schema_algorithm import AlgorithmConfig
+from rllm.config.schema_distill import DistillConfig
 from rllm.config.section import Fraction, Section
 
 ROLE_NAME = r"[A-Za-z0-9._-]{1,64}"
@@ -284,6 +285,7 @@ class Config(Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    distill: DistillConfig = Field(default_factory=DistillConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
     backend: Literal["local"] = Field(default="local", description="What holds the weights: local")

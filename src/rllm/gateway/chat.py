@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rllm.backends.base import DEFAULT_ADAPTER, Backend, OnToken, SamplingParams
+from rllm.backends.base import DEFAULT_ADAPTER, Backend, OnToken, SamplingParams, Scored
 from rllm.gateway import hermes
 from rllm.gateway.errors import RequestError
 from rllm.gateway.messages import ToolUse, plain_messages, plain_tools
@@ -139,15 +139,7 @@ class ChatModel:
         adapter: str | None = None,
     ) -> Prepared:
         """Check a call against the limits, and settle how it is sampled. Its place in the session's order is taken here."""
-        if len(prompt.ids) > self.max_prompt_length:
-            raise RequestError(
-                f"the prompt has {len(prompt.ids)} tokens; at most {self.max_prompt_length} are allowed "
-                "(data.max_prompt_length and the model's length)",
-                "messages" if prompt.messages else "prompt",
-                TOO_LONG,
-            )
-        if not prompt.ids:
-            raise RequestError("the prompt has no tokens", "messages" if prompt.messages else "prompt")
+        _check_length(prompt, self.max_prompt_length, "data.max_prompt_length and the model's length")
         return Prepared(
             call_id=call_id or f"chatcmpl-{new_id()}",
             prompt=prompt,
@@ -222,6 +214,19 @@ class ChatModel:
             yield output
         finally:
             answer.cancel()
+
+    async def score(self, ids: Sequence[int], adapter: str) -> Scored:
+        """What the policy `adapter` says of each token of a prompt but the first."""
+        return await asyncio.to_thread(self.backend.score, ids, adapter)
+
+    def nothing_sampled(self, prompt: Prompt, call_id: str, adapter: str) -> ModelOutput:
+        """The answer to a call that asks about its prompt alone. Nothing was sampled, so nothing is recorded."""
+        _check_length(prompt, self.backend.max_model_len, "the model's length")
+        return ModelOutput(call_id, "", "", prompt.ids, [], [], [], "length", adapter=adapter)
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """All of `ids` as text, tokens of structure too."""
+        return self.backend.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """Each token as text of its own."""
@@ -324,6 +329,16 @@ class SessionEngine:
             if error.code == TOO_LONG:
                 raise TerminationEvent(TerminationReason.MAX_PROMPT_LENGTH_EXCEEDED) from error
             raise
+
+
+def _check_length(prompt: Prompt, most: int, why: str) -> None:
+    where = "messages" if prompt.messages else "prompt"
+    if len(prompt.ids) > most:
+        raise RequestError(
+            f"the prompt has {len(prompt.ids)} tokens; at most {most} are allowed ({why})", where, TOO_LONG
+        )
+    if not prompt.ids:
+        raise RequestError("the prompt has no tokens", where)
 
 
 def _before_stop(text: str, stops: Sequence[str]) -> str:

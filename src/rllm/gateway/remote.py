@@ -16,16 +16,10 @@ import httpx
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from rllm.errors import UserError
+from rllm.gateway.endpoint import ATTEMPTS, TRANSIENT, key_header, served_model, wait_of
 from rllm.gateway.recorder import Call, Session
 from rllm.gateway.thread import AppThread
 from rllm.types import AgentConfig, Message, ModelOutput, TerminationEvent, TerminationReason, new_id
-
-# What may pass by itself: too many requests, and servers that are not there for a moment.
-TRANSIENT = (408, 429, 500, 502, 503, 504)
-ATTEMPTS = 4
-MOST_WAIT_S = 30.0
-CHECK_TIMEOUT_S = 30.0
 
 
 class RemoteGateway(AppThread):
@@ -44,8 +38,8 @@ class RemoteGateway(AppThread):
         """`model` None: the first that the endpoint lists. An endpoint that does not answer or refuses the key is a `UserError`."""
         super().__init__("127.0.0.1", 0)
         self.base_url, self.call_timeout_s = base_url.rstrip("/"), call_timeout_s
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self.model_name = self._checked(model)
+        self._headers = key_header(api_key)
+        self.model_name = served_model(self.base_url, self._headers, model)
         self._sessions: dict[str, Session] = {}
         self._client: httpx.AsyncClient | None = None
 
@@ -149,47 +143,19 @@ class RemoteGateway(AppThread):
         assert self._client is not None
         for attempt in range(ATTEMPTS):
             last = attempt == ATTEMPTS - 1
-            wait = min(2.0**attempt, MOST_WAIT_S)
+            wait = wait_of(attempt, None)
             try:
                 request = self._client.build_request(method, f"{self.base_url}/{path}", json=body)
                 answer = await self._client.send(request, stream=True)
                 if answer.status_code not in TRANSIENT or last or answer.headers.get("x-should-retry") == "false":
                     return answer
-                with contextlib.suppress(ValueError):
-                    wait = min(float(answer.headers.get("retry-after", wait)), MOST_WAIT_S)
+                wait = wait_of(attempt, answer)
                 await answer.aclose()
             except httpx.ConnectError:
                 if last:
                     raise
             await asyncio.sleep(wait)
         raise AssertionError("not reached")
-
-    def _checked(self, model: str | None) -> str:
-        """The model's name, after the endpoint was asked for its list once."""
-        try:
-            answer = httpx.get(f"{self.base_url}/models", headers=self._headers, timeout=CHECK_TIMEOUT_S)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise UserError(
-                f"--base-url {self.base_url}: nothing answers there ({type(error).__name__}: {error}); give the URL up to and with "
-                "/v1 of a server that runs"
-            ) from error
-        if answer.status_code in (401, 403):
-            raise UserError(
-                f"--base-url {self.base_url}: the endpoint refuses the API key (status {answer.status_code}); name the environment "
-                "variable that holds it with --api-key-env"
-            )
-        try:
-            names = [str(entry["id"]) for entry in answer.json()["data"]]
-        except (ValueError, KeyError, TypeError):
-            names = []
-        if model is None and not names:
-            raise UserError(
-                f"--base-url {self.base_url}: it lists no models (status {answer.status_code}); give --model NAME"
-            )
-        if model is not None and names and model not in names:
-            shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
-            raise UserError(f"--model {model!r}: {self.base_url} serves {shown}")
-        return model or names[0]
 
 
 class RemoteEngine:

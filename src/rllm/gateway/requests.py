@@ -43,7 +43,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
 _SAMPLING = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 _BOTH = {*_SAMPLING, "model", "n", "stream", "stream_options", "logprobs", "return_token_ids"}
 _CHAT = {*_BOTH, "messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"}
-_COMPLETIONS = {*_BOTH, "prompt"}
+_COMPLETIONS = {*_BOTH, "prompt", "echo", "prompt_logprobs"}
 # Why a setting is refused, where the reason is not that nothing here does it.
 _WHY = {
     "response_format": "decoding held to a format would sample from another distribution than the log-probabilities tell; ask for "
@@ -83,7 +83,7 @@ def check_names(body: Mapping[str, Any], chat: bool) -> None:
     """Refuse what is unknown, and what would have to be ignored although it changes the answer."""
     known = _CHAT if chat else _COMPLETIONS
     for name, value in body.items():
-        if name in _OFF:
+        if name in _OFF and name not in known:
             if value not in _OFF[name]:
                 why = _WHY.get(name, "leave it out")
                 raise RequestError(f"{name} is not supported here: {why}", name, "unsupported_parameter")
