@@ -82,7 +82,7 @@ def test_vllms_prompt_logprobs_name_the_tokens_and_their_ranks(served: Any, expe
 
 
 def test_an_echo_with_sampled_tokens_tells_both_and_records_what_was_sampled(served: Any) -> None:
-    client, backend = served
+    _, backend = served
     with Gateway(backend) as gateway:
         session = gateway.open_session("s")
         url = gateway.agent_config(session).base_url
