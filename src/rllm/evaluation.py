@@ -69,7 +69,13 @@ def evaluate(
     started = time.monotonic()
     parts = (agent_flow, workflow_class, workflow_args or {}, evaluator)
     remote = (
-        RemoteGateway(base_url, model, api_key=api_key, call_timeout_s=config.rollout.call_timeout_s)
+        RemoteGateway(
+            base_url,
+            model,
+            api_key=api_key,
+            call_timeout_s=config.rollout.call_timeout_s,
+            template=config.rollout.chat_template_kwargs,
+        )
         if base_url
         else None
     )

@@ -179,7 +179,6 @@ TREE_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     f"{MODEL}.lora.lora_B_init_method": (("zero",), "a fresh adapter changes nothing, so B starts as zero"),
     "data.custom_cls.path": ((None,), f"{ROWS}: give AgentTrainer(train_dataset=...)"),
     "data.train_max_samples": ((-1, None), "give a smaller data.train_files"),
-    "data.apply_chat_template_kwargs": ((None, {}), "the template is called without extra arguments"),
     "algorithm.use_pf_ppo": ((False,), "samples are not reweighted"),
     "rllm.workflow.workflow_args.gamma": ((0,), "returns are not discounted"),
     "rllm.workflow.workflow_args.reward_bonus_coeff": ((0,), "rewards are not shaped"),

@@ -65,8 +65,15 @@ class Piece:
 class ChatModel:
     """A backend behind messages. `max_prompt_length` in tokens. Safe to use from several threads."""
 
-    def __init__(self, backend: Backend, max_prompt_length: int | None = None, default_max_tokens: int = 512):
-        self.backend = backend
+    def __init__(
+        self,
+        backend: Backend,
+        max_prompt_length: int | None = None,
+        default_max_tokens: int = 512,
+        template: Mapping[str, Any] | None = None,
+    ):
+        """`template`: settings of the chat template where a call does not give them."""
+        self.backend, self.template = backend, dict(template or {})
         self.max_prompt_length = min(max_prompt_length or backend.max_model_len, backend.max_model_len - 1)
         self.default_max_tokens = default_max_tokens
         self.renderer = Renderer(backend.tokenizer)
@@ -101,6 +108,7 @@ class ChatModel:
         Where the chat extends a recorded call, its exact tokens are taken and only what is new is rendered, provided the template
         leaves the earlier part as it was; else the whole chat is rendered anew.
         """
+        settings = self.template | dict(settings or {})
         listed, forced = list(tools.tools) if tools else [], hermes.forced_start(tools)
         earlier, n, known = session.earlier(messages, trajectory) if session else (None, 0, False)
         ids, as_sampled, text = None, messages, ""

@@ -34,10 +34,12 @@ class RemoteGateway(AppThread):
         *,
         api_key: str | None = None,
         call_timeout_s: float | None = None,
+        template: Mapping[str, Any] | None = None,
     ):
-        """`model` None: the first that the endpoint lists. An endpoint that does not answer or refuses the key is a `UserError`."""
+        """`model` None: the first that the endpoint lists. `template`: sent as ``chat_template_kwargs`` with chats that have none. An endpoint that does not answer or refuses the key is a `UserError`."""
         super().__init__("127.0.0.1", 0)
         self.base_url, self.call_timeout_s = base_url.rstrip("/"), call_timeout_s
+        self.template = dict(template or {})
         self._headers = key_header(api_key)
         self.model_name = served_model(self.base_url, self._headers, model)
         self._sessions: dict[str, Session] = {}
@@ -130,6 +132,8 @@ class RemoteGateway(AppThread):
     def _complete(self, body: dict[str, Any], session: Session) -> None:
         """The session's settings where the call has none, and the endpoint's name of the model."""
         body["model"] = body.get("model") or self.model_name
+        if self.template and "messages" in body and body.get("chat_template_kwargs") is None:
+            body["chat_template_kwargs"] = self.template
         if "input" in body:  # the Responses API names its settings otherwise
             return
         for name, value in session.sampling.items():

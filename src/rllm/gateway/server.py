@@ -30,11 +30,12 @@ class Gateway(AppThread):
         default_max_tokens: int = 512,
         models: Mapping[str, str] | None = None,
         roles: Sequence[str] = (),
+        template: Mapping[str, Any] | None = None,
     ):
         """`models`: what may be asked for outside of sessions, each with its adapter; the first answers where none is named.
-        `roles` have an adapter of their own."""
+        `roles` have an adapter of their own. `template`: settings of the chat template where a call does not give them."""
         super().__init__(host, port)
-        self.model = ChatModel(backend, max_prompt_length, default_max_tokens)
+        self.model = ChatModel(backend, max_prompt_length, default_max_tokens, template)
         self.models = dict(models or {backend.model_name: DEFAULT_ADAPTER})
         self.roles = tuple(roles)
         self._sessions: dict[str, Session] = {}
