@@ -73,6 +73,10 @@ class AgentTrainer:
         """Run to the end (or to Ctrl-C, which saves first) and return what `result.json` holds."""
         if self.train_dataset is None and not self.config.trainer.val_only:
             raise DataError("no training tasks: give train_dataset=, or data.train_files=<file or built-in name>")
+        if self.val_dataset is None and self.config.trainer.val_only:
+            raise DataError(
+                "trainer.val_only=true: there are no validation tasks; give val_dataset=, or data.val_files=<file or built-in name>"
+            )
         check_early_stop(self.config, self.val_dataset, total_steps(self.train_dataset, self.config))
         started = time.monotonic()
         folder = RunFolder.create(self.resolved)
@@ -121,14 +125,14 @@ class _Run:
             tracker.start(facts, total)
         try:
             wants_before = config.trainer.val_before_train or config.trainer.val_only
-            if wants_before and (total == 0 or not config.lora.rank):
+            if wants_before and (total == 0 or not config.lora.trains_adapters):
                 self._validate_before(DEFAULT_ADAPTER)
             if total:
                 self._prove_publish()
             for self.step in range(1, total + 1):
                 validated = self._train_step()
                 # With LoRA the starting policy stays at hand, so the first step need not wait for its validation.
-                if self.step == 1 and wants_before and config.lora.rank:
+                if self.step == 1 and wants_before and config.lora.trains_adapters:
                     self._validate_before(INITIAL_ADAPTER)
                 if self.early_stop.reason:
                     self._say(f"stopped after step {self.step}: {self.early_stop.reason}")
@@ -277,18 +281,18 @@ class _Run:
         new.rename(path)
 
     def _best_name(self) -> str:
-        return "adapter-best" if self.trainer.config.lora.rank else "model-best"
+        return "adapter-best" if self.trainer.config.lora.trains_adapters else "model-best"
 
     def _finish(self) -> dict[str, Any]:
         config = self.trainer.config
-        name = "adapter" if config.lora.rank else "model"
+        name = "adapter" if config.lora.trains_adapters else "model"
         saved = self._save(self.folder.path / name) if not config.trainer.val_only else None
         result: dict[str, Any] = {
             "val": self.validations,
             "steps": self.completed,
             "seconds": round(time.monotonic() - self.started, 2),
-            "adapter": name if saved and config.lora.rank else None,
-            "model": name if saved and not config.lora.rank else None,
+            "adapter": name if saved and config.lora.trains_adapters else None,
+            "model": name if saved and not config.lora.trains_adapters else None,
             "accounting": self.account.to_dict(),
             "interrupted": self.interrupted,
         }

@@ -118,3 +118,13 @@ def test_a_kl_weight_is_taken_with_each_reference():
         assert (config.algorithm.kl_beta, config.algorithm.reference) == (0.1, reference)
     full = load_config(overrides=["lora.rank=0", "algorithm.kl_in_reward=0.1"]).config
     assert full.algorithm.kl_in_reward == 0.1
+
+
+def test_a_limit_that_no_completion_comes_to_is_refused():
+    short = ["data.max_prompt_length=100", "data.max_response_length=60"]
+    with pytest.raises(ConfigError, match=r"rollout\.max_tokens=160: prompt and completion have 160 tokens together"):
+        load_config(overrides=[*short, "rollout.max_tokens=160"])
+    with pytest.raises(ConfigError, match=r"rollout\.max_tokens=64: prompt and completion have 64 tokens"):
+        load_config(overrides=[*short, "rollout.max_tokens=64", "model.max_model_len=64"])
+    load_config(overrides=[*short, "rollout.max_tokens=159"])
+    load_config(overrides=[*short, "rollout.max_tokens=1000"], training=False)

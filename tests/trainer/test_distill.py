@@ -243,6 +243,15 @@ def _broken(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"nothing")
 
 
+def _no_model(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def _no_tokenizer(folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -252,14 +261,17 @@ def _broken(folder: Path) -> None:
         ),
         (_other_end, r"distill.teacher: .* ends a turn with token \d+ \(<\|im_start\|>\)"),
         (_shorter, "distill.teacher: it reads at most 100 tokens, a row may have 128.*set model.max_model_len=100"),
+        (_no_model, "distill.teacher: .* has no config.json"),
+        (_no_tokenizer, "distill.teacher: the tokenizer of .* cannot be read: .*"),
         (_broken, "distill.teacher: .*model.safetensors cannot be read"),
     ],
 )
 def test_a_model_that_cannot_teach_is_told_at_the_start(change: Any, says: str, tmp_path: Path) -> None:
     folder = changed(tmp_path, change)
     config = Config.model_validate({"model": CPU | {"max_model_len": 128}, "distill": {"teacher": str(folder)}})
-    with pytest.raises((ModelError, ConfigError), match=says):
+    with pytest.raises((ModelError, ConfigError), match=says) as error:
         LocalBackend.create(config)
+    assert "\n" not in str(error.value)
 
 
 def test_an_adapter_that_is_none_is_told_under_its_key(tmp_path: Path, teacher: Path) -> None:

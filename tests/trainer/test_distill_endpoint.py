@@ -71,7 +71,8 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self.send(200, {"data": [{"id": "big"}]})
+        found = self.path.startswith("/v1/")
+        self.send(200 if found else 404, {"data": [{"id": "big"}]} if found else {})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -229,6 +230,8 @@ def test_an_endpoint_that_cannot_teach_is_told_at_the_start(
 
 def test_an_endpoint_that_is_not_there_or_has_another_model(student: LocalBackend, endpoint: Any) -> None:
     server = endpoint()
+    with pytest.raises(UserError, match=r"distill.base_url=http.*404.*give the URL up to and with /v1"):
+        distiller_of(student, server.url.removesuffix("/v1"))
     with pytest.raises(UserError, match=r"distill.model='small': http.* serves big"):
         distiller_of(student, server.url, model="small")
     distiller = distiller_of(student, server.url)

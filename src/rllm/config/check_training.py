@@ -19,6 +19,7 @@ def check_training(config: Config, refuse: Refuse) -> None:
     _check_reference(config, refuse)
     _check_steps(config.algorithm, refuse)
     _check_correction(config.algorithm, refuse)
+    _check_lengths(config, refuse)
     _check_rewards(config, refuse)
     _check_early_stop(config, refuse)
 
@@ -33,7 +34,7 @@ def _check_reference(config: Config, refuse: Refuse) -> None:
             f"algorithm.reference=none with {key}={weight:g}: a KL needs a reference policy; set it to base or initial_adapter, or "
             f"{key}=0",
         )
-    if a.reference == "initial_adapter" and not config.lora.rank:
+    if a.reference == "initial_adapter" and not config.lora.trains_adapters:
         raise refuse(
             "algorithm.reference",
             "algorithm.reference=initial_adapter with lora.rank=0: full fine-tuning has no adapter; base is the weights that training "
@@ -77,6 +78,18 @@ def _check_correction(a: AlgorithmConfig, refuse: Refuse) -> None:
         raise refuse(
             "algorithm.rollout_correction.cap",
             f"algorithm.rollout_correction keeps weights from {floor:g} (floor) to {c.cap:g} (cap): none; raise cap or lower floor",
+        )
+
+
+def _check_lengths(config: Config, refuse: Refuse) -> None:
+    """What is counted from a completion's limit (overlong shaping, sum-norm) must not count from one that no completion comes to."""
+    d, wanted = config.data, config.rollout.max_tokens
+    room = config.model.max_model_len or d.max_prompt_length + d.max_response_length
+    if wanted is not None and wanted >= room:
+        raise refuse(
+            "rollout.max_tokens",
+            f"rollout.max_tokens={wanted}: prompt and completion have {room} tokens together (model.max_model_len, or "
+            "data.max_prompt_length + data.max_response_length); lower it, or raise those",
         )
 
 

@@ -140,6 +140,11 @@ class LoraConfig(LoraSettings):
                 )
         return self
 
+    @property
+    def trains_adapters(self) -> bool:
+        """False: all weights are trained. The shared `rank` alone does not say it where roles have adapters of their own."""
+        return self.per_role != "shared" or self.rank > 0
+
     def adapters(self) -> dict[str, LoraSettings]:
         """The adapters to train by name; none with full fine-tuning."""
         if self.per_role != "shared":

@@ -61,6 +61,8 @@ def served_model(base_url: str, headers: Mapping[str, str], model: str | None, k
         names = [str(entry["id"]) for entry in answer.json()["data"]]
     except (ValueError, KeyError, TypeError):
         names = []
+    if answer.status_code == 404 and not base_url.endswith("/v1"):
+        raise UserError(f"{where}: it answers 404 for {base_url}/models; give the URL up to and with /v1")
     if model is None and not names:
         raise UserError(f"{where}: it lists no models (status {answer.status_code}); give {keys.model}NAME")
     if model is not None and names and model not in names:

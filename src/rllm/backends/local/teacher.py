@@ -12,7 +12,7 @@ from typing import Any
 
 from rllm.backends.local.adapters import create_adapter
 from rllm.backends.local.learner import Policy
-from rllm.backends.local.loading import end_of_turn_ids, load_decoder, resolve_model
+from rllm.backends.local.loading import end_of_turn_ids, load_decoder, read_config, resolve_model
 from rllm.backends.local.model import Decoder, LowRank
 from rllm.config.schema import Config
 from rllm.errors import ConfigError, ModelError
@@ -32,6 +32,8 @@ def load_teacher(config: Config, folder: Path, tokenizer: Any, model: Decoder) -
     theirs = folder if d.teacher is None else resolve_model(d.teacher, "distill.teacher")
     same = theirs.resolve() == folder.resolve()
     if not same:
+        with _named("model.path", "distill.teacher"):
+            read_config(theirs)
         _check_tokenizer(theirs, folder, tokenizer)
     with _named("model.path", "distill.teacher"):
         # Full fine-tuning changes the weights that the teacher is to keep.
@@ -73,7 +75,8 @@ def _check_tokenizer(theirs: Path, folder: Path, tokenizer: Any) -> None:
     try:
         other = AutoTokenizer.from_pretrained(theirs)
     except (ValueError, OSError) as error:
-        raise ModelError(f"distill.teacher: the tokenizer of {theirs} cannot be read: {error}") from error
+        why = str(error).strip().split("\n")[0]
+        raise ModelError(f"distill.teacher: the tokenizer of {theirs} cannot be read: {why}") from error
     ours, others = ({i: token for token, i in t.get_vocab().items()} for t in (tokenizer, other))
     for i in sorted(ours.keys() | others.keys()):
         if ours.get(i) != others.get(i):
