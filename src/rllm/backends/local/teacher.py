@@ -74,9 +74,11 @@ def _check_tokenizer(theirs: Path, folder: Path, tokenizer: Any) -> None:
 
     try:
         other = AutoTokenizer.from_pretrained(theirs)
-    except (ValueError, OSError) as error:
-        why = str(error).strip().split("\n")[0]
-        raise ModelError(f"distill.teacher: the tokenizer of {theirs} cannot be read: {why}") from error
+    except Exception as error:  # as in `load_tokenizer`, but that a teacher needs no chat template
+        why = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"distill.teacher: the tokenizer of {theirs} cannot be read: {type(error).__name__}: {why}"
+        ) from error
     ours, others = ({i: token for token, i in t.get_vocab().items()} for t in (tokenizer, other))
     for i in sorted(ours.keys() | others.keys()):
         if ours.get(i) != others.get(i):
