@@ -7,8 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from rllm.config.names import GROUP_RELATIVE, LOSS_OPTIONS
 from rllm.config.schema import Config, EarlyStopConfig, OptimConfig
-from rllm.config.schema_algorithm import AlgorithmConfig, FilterConfig, RolloutCorrectionConfig
+from rllm.config.schema_algorithm import (
+    AlgorithmConfig,
+    FilterConfig,
+    RejectionSamplingConfig,
+    RolloutCorrectionConfig,
+)
 from rllm.config.section import not_default
 
 Refuse = Callable[[str, str], Exception]
@@ -154,14 +160,47 @@ def training_notes(config: Config) -> list[str]:
     if a.rollout_correction.level == "none":
         unused = not_default(a.rollout_correction, RolloutCorrectionConfig())
         notes += [f"algorithm.rollout_correction.{name} has no effect: level is none" for name in unused]
-    notes += _schedule_notes(config, o)
+    notes += [*_unused(config), *_schedule_notes(config, o)]
     return notes
 
 
+def _unused(config: Config) -> Iterator[str]:
+    """Settings of the loss and the rewards that were changed and that nothing reads. A loss or estimator of the user's may read any."""
+    a = config.algorithm
+    losses, estimators = a.losses(), a.estimators()
+    clips = losses & {"ppo_clip", "cispo", "gspo"} or not losses <= LOSS_OPTIONS.keys()
+    dual = losses & {"ppo_clip", "gspo"} or not losses <= LOSS_OPTIONS.keys()
+    divides = estimators - {"dr_grpo", "rloo", "opo", "reinforce", "precomputed"}
+    compares = estimators & GROUP_RELATIVE
+    named = {"loss": ", ".join(sorted(losses)), "adv_estimator": ", ".join(sorted(estimators))}
+    for key, is_read, why in (
+        ("clip_ratio_low", clips, f"algorithm.loss={named['loss']} does not clip"),
+        ("clip_ratio_high", clips, f"algorithm.loss={named['loss']} does not clip"),
+        ("clip_ratio_c", dual, f"algorithm.loss={named['loss']} has no dual clip"),
+        ("loss_scale_factor", a.loss_agg_mode == "seq-mean-token-sum-norm", f"loss_agg_mode is {a.loss_agg_mode}"),
+        ("grpo_std", divides, f"algorithm.adv_estimator={named['adv_estimator']} divides by no standard deviation"),
+        ("zero_std", compares, f"algorithm.adv_estimator={named['adv_estimator']} does not compare inside groups"),
+        ("kl_estimator", a.kl_beta, "algorithm.kl_beta is 0"),
+        ("overlong_penalty", a.overlong_buffer, "algorithm.overlong_buffer is 0"),
+    ):
+        value = getattr(a, key)
+        if not is_read and value != type(a).model_fields[key].default:
+            yield f"algorithm.{key}={value} has no effect: {why}"
+    if not a.rejection_sampling.enable:
+        for key in not_default(a.rejection_sampling, RejectionSamplingConfig()):
+            yield f"algorithm.rejection_sampling.{key} has no effect: algorithm.rejection_sampling.enable is false"
+
+
 def _schedule_notes(config: Config, o: OptimConfig) -> Iterator[str]:
+    if o.warmup_steps is not None and o.warmup_ratio:
+        yield f"optim.warmup_ratio={o.warmup_ratio:g} has no effect: optim.warmup_steps={o.warmup_steps} wins"
     if o.schedule == "constant" and o.min_lr_ratio:
         yield f"optim.min_lr_ratio={o.min_lr_ratio:g} has no effect with optim.schedule=constant"
     total = config.trainer.total_steps
+    for key in ("test_freq", "save_freq"):
+        every = getattr(config.trainer, key)
+        if total is not None and every > total:
+            yield f"trainer.{key}={every} has no effect: the run has {total} steps"
     if total is not None and (o.warmup_steps or 0) >= total:
         yield f"optim.warmup_steps={o.warmup_steps}: the {total} steps of the run are all warm-up; optim.lr is never reached"
 
