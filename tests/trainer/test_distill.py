@@ -89,14 +89,14 @@ def astray(tmp_path: Path) -> Path:
 def test_the_kl_to_the_teacher_falls_without_any_reward(tmp_path: Path, astray: Path) -> None:
     metrics = train(
         tmp_path,
-        steps=8,
+        steps=6,
         distill={"teacher": "default"},
         lora={"rank": 4, "alpha": 8, "adapter_path": str(astray)},
         optim={"lr": 4e-3},
     )
     for name in ("distill/kl", "distill/kl_k3"):
         kl = [m[name] for m in metrics]
-        assert kl[0] > 1.5 and sum(kl[-2:]) < 0.25 * sum(kl[:2]), kl
+        assert kl[0] > 1.5 and sum(kl[-2:]) < 0.3 * sum(kl[:2]), kl
     for m in metrics:  # all rewards are equal, and nothing is dropped for that
         assert (m["samples/generated"], m["samples/trained"], m["critic/score/mean"]) == (16, 16, 0.0)
         assert m["distill/tokens"] == m["actor/tokens"] and m["publish/gap_max"] < 1e-4
