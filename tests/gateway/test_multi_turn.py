@@ -294,6 +294,16 @@ def test_settings_of_the_template_are_passed_on() -> None:
     assert talk.text(first).endswith("<think>\n\n</think>\n\n")
 
 
+def test_settings_of_the_template_hold_where_a_call_gives_none() -> None:
+    talk = Talk("qwen3")
+    talk.model = ChatModel(talk.backend, template={"enable_thinking": False})
+    assert talk.text(talk.ask("hi", "hello")).endswith("<think>\n\n</think>\n\n")
+    thinks = talk.ask("hi", "hello", chat_template_kwargs={"enable_thinking": True})
+    assert not talk.text(thinks).endswith("<think>\n\n</think>\n\n")
+    gateway = Gateway(talk.backend, template={"enable_thinking": False})
+    assert gateway.model.template == {"enable_thinking": False}
+
+
 def test_the_gateway_counts_training_sessions_when_they_close(tokenizer: Any) -> None:
     backend: Any = ScriptedBackend(chat_tokenizer("smollm2"))
     gateway = Gateway(backend)

@@ -24,6 +24,7 @@ from rllm.gateway.messages import plain_messages, plain_text, plain_tools
 from rllm.gateway.recorder import Session
 from rllm.gateway.replies import Reply
 from rllm.gateway.requests import call_params, check_names, flag, plain_prompt, reply_form, template_settings
+from rllm.gateway.scoring import ScoreForm, score_form, with_prompt
 from rllm.tools.json_text import strict_json
 from rllm.types import new_id
 
@@ -60,12 +61,43 @@ class Routes:
         session, trajectory = self._session_of(request)
         body, size = await _body(request)
         check_names(body, chat=False)
+        scoring, body = score_form(body)
 
         def prompt() -> Prompt:
             given = plain_prompt(body.get("prompt"), len(self.model.backend.tokenizer))
             return self.model.text_prompt(given, session, trajectory)
 
+        if scoring is not None:
+            given = plain_prompt(body.get("prompt"), len(self.model.backend.tokenizer))
+            read = await _apart(size, prompt)
+            return await self._scored(request, body, session, trajectory, read, scoring, given)
         return await self._answer(request, body, session, trajectory, await _apart(size, prompt), chat=False)
+
+    async def _scored(
+        self,
+        request: Request,
+        body: dict[str, Any],
+        session: Session | None,
+        trajectory: str | None,
+        prompt: Prompt,
+        scoring: ScoreForm,
+        given: str | list[int],
+    ) -> Response:
+        """A completion, or none, with what the model says of the prompt."""
+        params, form = call_params(body), reply_form(body, False)
+        adapter, name = self._adapter(body, session)
+        call, ids = _call_ids("cmpl", form.n)
+        if scoring.generate:
+            calls = [self.model.prepare(prompt, params, session, trajectory, one, adapter) for one in ids]
+            outputs = await while_connected(request, [self.model.answer(one) for one in calls])
+        else:
+            outputs = [self.model.nothing_sampled(prompt, one, adapter) for one in ids]
+        asked = [self.model.score(prompt.ids, adapter)] if scoring.scores else []
+        scored = await while_connected(request, asked)
+        text = given if isinstance(given, str) else self.model.text_of(given)
+        answer = Reply(call, name, form, False, self.model).whole(outputs)
+        texts = self.model.token_texts
+        return _json(with_prompt(answer, scoring, text, prompt.ids, scored[0] if scored else None, texts))
 
     async def respond(self, request: Request) -> Response:
         session, trajectory = self._session_of(request)

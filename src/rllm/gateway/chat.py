@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rllm.backends.base import DEFAULT_ADAPTER, Backend, OnToken, SamplingParams
+from rllm.backends.base import DEFAULT_ADAPTER, Backend, OnToken, SamplingParams, Scored
 from rllm.gateway import hermes
 from rllm.gateway.errors import RequestError
 from rllm.gateway.messages import ToolUse, plain_messages, plain_tools
@@ -82,8 +82,10 @@ class ChatModel:
         max_prompt_length: int | None = None,
         default_max_tokens: int = 512,
         reasoning: Literal["content", "split"] = "content",
+        template: Mapping[str, Any] | None = None,
     ):
-        self.backend = backend
+        """`template`: settings of the chat template where a call does not give them."""
+        self.backend, self.template = backend, dict(template or {})
         self.max_prompt_length = min(max_prompt_length or backend.max_model_len, backend.max_model_len - 1)
         self.default_max_tokens, self.reasoning = default_max_tokens, reasoning
         self.renderer = Renderer(backend.tokenizer)
@@ -119,6 +121,7 @@ class ChatModel:
         leaves the earlier part as it was; else the whole chat is rendered anew.
         """
         self._check_size(sum(len(message["content"]) for message in messages), "messages")
+        settings = self.template | dict(settings or {})
         listed, forced = list(tools.tools) if tools else [], hermes.forced_start(tools)
         earlier, n, known = session.earlier(messages, trajectory) if session else (None, 0, False)
         ids, as_sampled, text = None, messages, ""
@@ -159,15 +162,7 @@ class ChatModel:
         adapter: str | None = None,
     ) -> Prepared:
         """Check a call against the limits, and settle how it is sampled. Its place in the session's order is taken here."""
-        if len(prompt.ids) > self.max_prompt_length:
-            raise RequestError(
-                f"the prompt has {len(prompt.ids)} tokens; at most {self.max_prompt_length} are allowed "
-                "(data.max_prompt_length and the model's length)",
-                "messages" if prompt.messages else "prompt",
-                TOO_LONG,
-            )
-        if not prompt.ids:
-            raise RequestError("the prompt has no tokens", "messages" if prompt.messages else "prompt")
+        _check_length(prompt, self.max_prompt_length, "data.max_prompt_length and the model's length")
         return Prepared(
             call_id=call_id or f"chatcmpl-{new_id()}",
             prompt=prompt,
@@ -274,6 +269,23 @@ class ChatModel:
         finally:
             answer.cancel()
 
+    async def score(self, ids: Sequence[int], adapter: str) -> Scored:
+        """What the policy `adapter` says of each token of a prompt but the first."""
+        return await asyncio.to_thread(self.backend.score, ids, adapter)
+
+    def nothing_sampled(self, prompt: Prompt, call_id: str, adapter: str) -> ModelOutput:
+        """The answer to a call that asks about its prompt alone. Nothing was sampled, so nothing is recorded."""
+        _check_length(prompt, self.backend.max_model_len, "the model's length")
+        return ModelOutput(call_id, "", "", prompt.ids, [], [], [], "length", adapter=adapter)
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """All of `ids` as text, tokens of structure too."""
+        return self.backend.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Each token as text of its own."""
+        return [self.backend.tokenizer.decode([token]) for token in ids]
+
     def _extended(self, earlier: Call, text: str, forced: str) -> list[int] | None:
         """Recorded tokens of `earlier` + those of what follows in `text`; None where the template writes the earlier part otherwise."""
         for spoken in dict.fromkeys((earlier.output.text, earlier.output.text.rstrip(), earlier.output.text.strip())):
@@ -372,6 +384,16 @@ class SessionEngine:
             if error.code == TOO_LONG:
                 raise TerminationEvent(TerminationReason.MAX_PROMPT_LENGTH_EXCEEDED) from error
             raise
+
+
+def _check_length(prompt: Prompt, most: int, why: str) -> None:
+    where = "messages" if prompt.messages else "prompt"
+    if len(prompt.ids) > most:
+        raise RequestError(
+            f"the prompt has {len(prompt.ids)} tokens; at most {most} are allowed ({why})", where, TOO_LONG
+        )
+    if not prompt.ids:
+        raise RequestError("the prompt has no tokens", where)
 
 
 def _before_stop(text: str, stops: Sequence[str]) -> str:

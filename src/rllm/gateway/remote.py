@@ -16,19 +16,13 @@ import httpx
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from rllm.errors import UserError
 from rllm.gateway import responses
+from rllm.gateway.endpoint import ATTEMPTS, TRANSIENT, key_header, served_model, wait_of
 from rllm.gateway.errors import RequestError
 from rllm.gateway.messages import tool_call
 from rllm.gateway.recorder import Call, Session
 from rllm.gateway.thread import AppThread
 from rllm.types import AgentConfig, Message, ModelOutput, TerminationEvent, TerminationReason, new_id
-
-# What may pass by itself: too many requests, and servers that are not there for a moment.
-TRANSIENT = (408, 429, 500, 502, 503, 504)
-ATTEMPTS = 4
-MOST_WAIT_S = 30.0
-CHECK_TIMEOUT_S = 30.0
 
 
 class RemoteGateway(AppThread):
@@ -43,12 +37,14 @@ class RemoteGateway(AppThread):
         *,
         api_key: str | None = None,
         call_timeout_s: float | None = None,
+        template: Mapping[str, Any] | None = None,
     ):
-        """`model` None: the first that the endpoint lists. An endpoint that does not answer or refuses the key is a `UserError`."""
+        """`model` None: the first that the endpoint lists. `template`: sent as ``chat_template_kwargs`` with chats that have none. An endpoint that does not answer or refuses the key is a `UserError`."""
         super().__init__("127.0.0.1", 0)
         self.base_url, self.call_timeout_s = base_url.rstrip("/"), call_timeout_s
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self.model_name = self._checked(model)
+        self.template = dict(template or {})
+        self._headers = key_header(api_key)
+        self.model_name = served_model(self.base_url, self._headers, model)
         self._sessions: dict[str, Session] = {}
         self._client: httpx.AsyncClient | None = None
 
@@ -139,6 +135,8 @@ class RemoteGateway(AppThread):
     def _complete(self, body: dict[str, Any], session: Session) -> None:
         """The session's settings where the call has none, and the endpoint's name of the model."""
         body["model"] = body.get("model") or self.model_name
+        if self.template and "messages" in body and body.get("chat_template_kwargs") is None:
+            body["chat_template_kwargs"] = self.template
         for name, value in session.sampling.items():
             if "input" in body and name == "max_tokens":  # the Responses API has a name of its own for it
                 name = "max_output_tokens"
@@ -152,47 +150,19 @@ class RemoteGateway(AppThread):
         assert self._client is not None
         for attempt in range(ATTEMPTS):
             last = attempt == ATTEMPTS - 1
-            wait = min(2.0**attempt, MOST_WAIT_S)
+            wait = wait_of(attempt, None)
             try:
                 request = self._client.build_request(method, f"{self.base_url}/{path}", json=body)
                 answer = await self._client.send(request, stream=True)
                 if answer.status_code not in TRANSIENT or last or answer.headers.get("x-should-retry") == "false":
                     return answer
-                with contextlib.suppress(ValueError):
-                    wait = min(float(answer.headers.get("retry-after", wait)), MOST_WAIT_S)
+                wait = wait_of(attempt, answer)
                 await answer.aclose()
             except httpx.ConnectError:
                 if last:
                     raise
             await asyncio.sleep(wait)
         raise AssertionError("not reached")
-
-    def _checked(self, model: str | None) -> str:
-        """The model's name, after the endpoint was asked for its list once."""
-        try:
-            answer = httpx.get(f"{self.base_url}/models", headers=self._headers, timeout=CHECK_TIMEOUT_S)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise UserError(
-                f"--base-url {self.base_url}: nothing answers there ({type(error).__name__}: {error}); give the URL up to and with "
-                "/v1 of a server that runs"
-            ) from error
-        if answer.status_code in (401, 403):
-            raise UserError(
-                f"--base-url {self.base_url}: the endpoint refuses the API key (status {answer.status_code}); name the environment "
-                "variable that holds it with --api-key-env"
-            )
-        try:
-            names = [str(entry["id"]) for entry in answer.json()["data"]]
-        except (ValueError, KeyError, TypeError):
-            names = []
-        if model is None and not names:
-            raise UserError(
-                f"--base-url {self.base_url}: it lists no models (status {answer.status_code}); give --model NAME"
-            )
-        if model is not None and names and model not in names:
-            shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
-            raise UserError(f"--model {model!r}: {self.base_url} serves {shown}")
-        return model or names[0]
 
 
 class RemoteEngine:

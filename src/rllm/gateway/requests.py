@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rllm.config.names import TEMPLATE_RESERVED
 from rllm.gateway.errors import RequestError
 from rllm.gateway.messages import plain_text
 
@@ -51,17 +52,12 @@ _CHAT = {
     "chat_template_kwargs",
     "separate_reasoning",
 }
-_COMPLETIONS = {*_BOTH, "prompt"}
+_COMPLETIONS = {*_BOTH, "prompt", "echo", "prompt_logprobs"}
 # Why a setting is refused, where the reason is not that nothing here does it.
 _WHY = {
     "response_format": "decoding held to a format would sample from another distribution than the log-probabilities tell; ask for "
     "the format in the prompt and check the answer",
 }
-# What `apply_chat_template` is told here and by nobody else.
-_TEMPLATE_RESERVED = {
-    "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
-    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -92,7 +88,7 @@ def check_names(body: Mapping[str, Any], chat: bool) -> None:
     """Refuse what is unknown, and what would have to be ignored although it changes the answer."""
     known = _CHAT if chat else _COMPLETIONS
     for name, value in body.items():
-        if name in _OFF:
+        if name in _OFF and name not in known:
             if value not in _OFF[name]:
                 why = _WHY.get(name, "leave it out")
                 raise RequestError(f"{name} is not supported here: {why}", name, "unsupported_parameter")
@@ -107,7 +103,7 @@ def template_settings(given: Any) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise RequestError("chat_template_kwargs must be an object", "chat_template_kwargs")
     for name, value in given.items():
-        if not name.isidentifier() or name in _TEMPLATE_RESERVED or not isinstance(value, (bool, int, float, str)):
+        if not name.isidentifier() or name in TEMPLATE_RESERVED or not isinstance(value, (bool, int, float, str)):
             raise RequestError(
                 f"chat_template_kwargs.{name}: allowed are flags, numbers and texts under names of the template's own",
                 "chat_template_kwargs",

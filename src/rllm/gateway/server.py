@@ -31,11 +31,12 @@ class Gateway(AppThread):
         models: Mapping[str, str] | None = None,
         roles: Sequence[str] = (),
         reasoning: Literal["content", "split"] = "content",
+        template: Mapping[str, Any] | None = None,
     ):
         """`models`: what may be asked for outside of sessions, each with its adapter; the first answers where none is named.
-        `roles` have an adapter of their own. `reasoning`: see `ChatModel`."""
+        `roles` have an adapter of their own. `reasoning`, `template`: see `ChatModel`."""
         super().__init__(host, port)
-        self.model = ChatModel(backend, max_prompt_length, default_max_tokens, reasoning)
+        self.model = ChatModel(backend, max_prompt_length, default_max_tokens, reasoning, template)
         self.models = dict(models or {backend.model_name: DEFAULT_ADAPTER})
         self.roles = tuple(roles)
         self._sessions: dict[str, Session] = {}

@@ -167,6 +167,7 @@ class LoraAdapter(nn.Module):
                 self._views(flat, ranks), ranks, flat, None, self._views(self._sums, ranks)
             )
         self._fill(self._accumulator.flat)
+        self._accumulator.riding = False  # what stands around the weights may be older
         return self._accumulator
 
     @torch.no_grad()

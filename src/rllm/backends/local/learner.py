@@ -18,7 +18,17 @@ from torch.utils.checkpoint import checkpoint
 
 from rllm.algorithms.losses import Tokens, kl_terms, token_loss, token_weights
 from rllm.algorithms.spec import Losses, loss_of
-from rllm.backends.base import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, AdamParams, Datum, LossSpec, initial_of
+from rllm.backends.base import (
+    BASE,
+    DEFAULT_ADAPTER,
+    INITIAL_ADAPTER,
+    TEACHER,
+    AdamParams,
+    Datum,
+    LossSpec,
+    Scored,
+    initial_of,
+)
 from rllm.backends.local.model import HEAD, Decoder, LowRank, PackedCausal, rms_norm
 from rllm.backends.local.sums import Sums
 from rllm.backends.local.transfer import to_device
@@ -37,6 +47,8 @@ CPU_ACTIVATION_BYTES = 2 * 2**30
 GPU_ACTIVATION_SHARE = 0.25
 
 K = TypeVar("K", bound=Hashable)
+Policy = tuple[Decoder, LowRank | None]
+"""(weights, low-rank updates of them)"""
 
 
 class Learner:
@@ -52,10 +64,12 @@ class Learner:
         micro_batch_tokens: int | None = None,
         frozen: Mapping[str, LowRank | None] | None = None,
         start: Decoder | None = None,
+        teacher: Policy | None = None,
     ):
-        """`frozen` adapters can be asked for log-probabilities only. `start`: with full fine-tuning, a copy of the weights as they
-        were, which then is what `BASE` means."""
+        """`frozen` adapters and the `teacher` can be asked for log-probabilities only. `start`: with full fine-tuning, a copy of the
+        weights as they were, which then is what `BASE` means."""
         self.model, self.adapters, self.frozen, self.start = model, dict(adapters), dict(frozen or {}), start
+        self.teacher = teacher
         wanted = micro_batch_tokens or MICRO_BATCH_TOKENS[model.device.type]
         self.micro_batch_tokens = min(wanted, _tokens_in_memory(model))
         if not self.adapters:
@@ -114,8 +128,6 @@ class Learner:
         plain = {name: self.adapters[name] for name in names & self.adapters.keys() if not self.adapters[name].dropout}
         ready = {name: a.accumulating(self.model.dtype) for name, a in plain.items() if HEAD not in a.layout}
         self._accumulating = {name: pairs for name, (pairs, _) in ready.items()}
-        if self._room is not None:
-            self._room.forget()
 
         def finish() -> None:
             self._accumulating = {}
@@ -140,8 +152,6 @@ class Learner:
     ) -> list[list[float]]:
         """Log-probability of every token of every row at the row's temperature; see `Backend.logprobs`."""
         result = [[0.0] * len(d.ids) for d in data]
-        if self._room is not None:
-            self._room.forget()
         rows_of = data if trained_only else [replace(d, mask=[0] + [1] * (len(d.ids) - 1)) for d in data]
         for own, rows in self._micro_batches(rows_of, lambda d: d.adapter):
             chosen = [rows_of[i] for i in rows]
@@ -153,6 +163,30 @@ class Learner:
                 for t, value in zip(places, values.tolist(), strict=True):
                     result[i][t] = value
         return result
+
+    @torch.no_grad()
+    def score(self, ids: Sequence[int], adapter: str) -> Scored:
+        """See `Backend.score`."""
+        device = self.model.device
+        model, lora = self._policy(adapter)
+        tokens = to_device(list(ids), device)
+        attend = PackedCausal([len(ids)], device)
+        hidden = model(tokens, attend.positions, attend, lora)[:-1]
+        result = Scored([], [], [], [])
+        for h, y in zip(hidden.split(self._chunk), tokens[1:].split(self._chunk), strict=True):
+            logprobs = F.log_softmax(model.logits(h, lora), dim=-1)
+            own = logprobs.gather(1, y.unsqueeze(1))
+            best, best_ids = logprobs.max(-1)
+            result.logprobs += own.squeeze(1).tolist()
+            result.ranks += ((logprobs > own).sum(-1) + 1).tolist()
+            result.best_ids += best_ids.tolist()
+            result.best_logprobs += best.tolist()
+        return result
+
+    @property
+    def _chunk(self) -> int:
+        """Tokens whose logits are held at once."""
+        return max(1, LOGIT_ELEMENTS // self.model.config.vocab_size)
 
     def _reference(self, own: str, asked: str | None) -> str:
         """The adapter to use for rows that are trained with `own`."""
@@ -273,7 +307,7 @@ class Learner:
         logits: Callable[[Tensor], Tensor],
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        chunk = max(1, LOGIT_ELEMENTS // self.model.config.vocab_size)
+        chunk = self._chunk
 
         def part(h: Tensor, y: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
             logprobs = F.log_softmax(logits(h) / t.unsqueeze(1), dim=-1)
@@ -289,8 +323,10 @@ class Learner:
         ]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
-    def _policy(self, adapter: str) -> tuple[Decoder, LowRank | None]:
-        """(weights, low-rank updates) of a policy by the name of its adapter."""
+    def _policy(self, adapter: str) -> Policy:
+        """A policy by the name of its adapter."""
+        if adapter == TEACHER and self.teacher is not None:
+            return self.teacher
         if adapter in self._accumulating:
             return self.model, self._accumulating[adapter]
         if adapter in self.adapters:

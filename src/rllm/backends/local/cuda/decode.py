@@ -175,6 +175,7 @@ class DecodeStep:
             self.forward(size)  # compiles kernels; what it writes is written again by the first replay
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
+        # thread_local: a caller may score a text in another thread meanwhile.
         with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
             logits = self.forward(size)
         self._memory = self._memory or graph.pool()

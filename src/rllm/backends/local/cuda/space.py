@@ -69,7 +69,8 @@ class TrainingRoom:
         self._make(pairs.ranks)
         if self._around is not None and self._around != pairs.ranks:
             self._clear()
-        self.forget()
+        if self._held is not None:
+            self._held.riding = False
         self._held, self._around, self._moves = pairs, pairs.ranks, self.model.moves
         pairs.riding = True
         plan = self._plans.get(id(pairs))
@@ -77,14 +78,8 @@ class TrainingRoom:
             plan = self._plans[id(pairs)] = (pairs, self.model.moves, self._plan(pairs))
         plan[2].run(source=pairs.flat)
 
-    def forget(self) -> None:
-        """What is held may have changed since: it is to be written again before it is used."""
-        if self._held is not None:
-            self._held.riding = False
-        self._held = None
-
     def holds(self, pairs: LowRank | None) -> bool:
-        return pairs is not None and pairs is self._held and self._moves == self.model.moves
+        return pairs is not None and pairs is self._held and pairs.riding and self._moves == self.model.moves
 
     def _make(self, ranks: Mapping[tuple[int, str], tuple[int, ...]]) -> None:
         """Room for these ranks around every weight; weights that have to move do so once."""
