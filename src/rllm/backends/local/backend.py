@@ -94,8 +94,7 @@ class LocalBackend:
         # The sampler's thread lets go of the interpreter lock at every operation; with the usual 5 ms switch interval each gateway
         # request would hold it up for that long.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        # The first optimizer step imports this, which takes seconds: have it ready before then.
-        threading.Thread(target=importlib.import_module, args=("torch._dynamo",), daemon=True).start()
+        self._optimizer_ready = False
 
     @classmethod
     def create(cls, config: Config) -> LocalBackend:
@@ -120,7 +119,12 @@ class LocalBackend:
         adapter: str = DEFAULT_ADAPTER,
         on_token: OnToken | None = None,
     ) -> Completion:
-        return await self.engine.sample(prompt_ids, params, adapter, on_token)
+        completion = await self.engine.sample(prompt_ids, params, adapter, on_token)
+        if not self._optimizer_ready:
+            # The first optimizer step imports this, which takes seconds: have it ready by then, but not before the first answer.
+            self._optimizer_ready = True
+            threading.Thread(target=importlib.import_module, args=("torch._dynamo",), daemon=True).start()
+        return completion
 
     def forward_backward(self, data: Sequence[Datum], loss: Losses) -> dict[str, float]:
         return self.learner.forward_backward(data, loss)

@@ -132,7 +132,7 @@ def test_the_learner_gives_the_same_gradients_step_after_step_on_both_paths(
     """Products with the low-rank term riding along, passes of fixed shape, sums over micro-batches; adapters change and take turns, and
     the sampler moves the weights in between."""
     monkeypatch.setattr(graphs, "TOKEN_STEP", 16)
-    monkeypatch.setattr(graphs, "LENGTH_STEP", 8)
+    monkeypatch.setattr(graphs, "LEAST_LENGTH", 8)
     learners, found = [], []
     for fused in (False, True):
         model = decoder(layers=2)

@@ -19,7 +19,7 @@ from rllm.backends.local.model import Decoder, DecoderLayer, LowRank, PackedCaus
 from rllm.backends.local.transfer import to_device
 
 TOKEN_STEP = 512
-LENGTH_STEP = 256
+LEAST_LENGTH, LEAST_SEQUENCES = 256, 8
 MOST_GRAPHS = 24
 Shape = tuple[int, int, int, bool]
 """Tokens, sequences, longest sequence, ragged."""
@@ -60,13 +60,14 @@ def shape_of(layout: PackedCausal) -> Shape:
     tokens = len(layout.positions)
     if not layout.ragged:
         return tokens, layout.n, layout.longest, False
-    padded, longest = _up(tokens, TOKEN_STEP), _up(layout.longest, LENGTH_STEP)
+    # Few shapes: capturing one costs as much as some runs. A bound that is too high costs attention next to nothing.
+    padded, longest = -(-tokens // TOKEN_STEP) * TOKEN_STEP, max(LEAST_LENGTH, _power_of_two(layout.longest))
     sequences = layout.n + -(-(padded - tokens) // longest)
-    return padded, 1 << (sequences - 1).bit_length(), longest, True
+    return padded, max(LEAST_SEQUENCES, _power_of_two(sequences)), longest, True
 
 
-def _up(number: int, step: int) -> int:
-    return -(-number // step) * step
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 class LayerGraphs:
