@@ -84,9 +84,9 @@ class Learner:
         self._gradients: dict[torch.nn.Parameter, Tensor] = {}
         if model.fused:
             from rllm.backends.local.cuda.graphs import LayerGraphs
-            from rllm.backends.local.cuda.space import TrainingRoom
+            from rllm.backends.local.cuda.space import room_of
 
-            self._layers, self._room = LayerGraphs(model), TrainingRoom(model)
+            self._layers, self._room = LayerGraphs(model), room_of(model)
 
     def trainable(self) -> list[torch.nn.Parameter]:
         """What the optimizer steps: the adapters' matrices, or every weight (its float32 master where the base is narrower)."""

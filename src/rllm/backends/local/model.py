@@ -226,6 +226,8 @@ class Decoder(nn.Module):
         self._rope: tuple[Tensor, Tensor] | None = None
         # How often the layers' weights have moved in memory: what was captured over them before is stale.
         self.moves = 0
+        # Where the CUDA path keeps the adapter in training, around those weights.
+        self.room: object = None
         self.fused = fused_path_missing(config, torch.device(device)) is None
 
     @property

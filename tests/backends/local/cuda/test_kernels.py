@@ -162,6 +162,19 @@ def test_the_learner_gives_the_same_gradients_step_after_step_on_both_paths(
     assert any(learners[1]._layers._graphs)
 
 
+def test_two_learners_over_one_model_take_turns_around_its_weights(plain_attention):
+    found = []
+    for fused in (False, True):
+        model = decoder(layers=2)
+        model.fused = fused
+        learners = [Learner(model, {"default": adapter_on(model, 4, seed=seed)}) for seed in (0, 1)]
+        for step in range(2):
+            for learner in learners:
+                learner.forward_backward(rows_of((9, 14), ["default"], step), LossSpec(clip_low=9, clip_high=9))
+        found.append([p.grad.clone() for learner in learners for p in learner.trainable()])
+    assert max(relative(a, b) for a, b in zip(*found, strict=True)) < 1e-4
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_the_output_head_gives_logprobs_entropies_and_gradients_in_chunks(monkeypatch, full):
     monkeypatch.setattr(head, "HEAD_ROWS", 5)
