@@ -76,3 +76,14 @@ def test_a_flow_is_told_the_url_model_and_settings_of_its_session(gateway: Gatew
     assert config.url_for("one") == f"{gateway.url}/s/t_0-abc/t/one/v1"
     assert (config.model, config.session_uid, config.is_validation) == ("echo", "t_0-abc", True)
     assert (config.sampling_params, config.metadata) == ({"temperature": 0.6}, {"target": 6})
+
+
+def test_an_answer_does_not_wait_for_an_acknowledgement(gateway: Gateway) -> None:
+    with httpx.Client(base_url=gateway.url) as client:
+        client.post("/v1/nothing", json={})
+        took = []
+        for _ in range(9):
+            started = time.perf_counter()
+            client.post("/v1/nothing", json={})
+            took.append(time.perf_counter() - started)
+    assert sorted(took)[2] < 0.03, f"{took}: with Nagle's algorithm every answer takes 0.04 s"

@@ -75,7 +75,9 @@ class AppThread(abc.ABC):
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket, or an error that names the port and the key."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    # asyncio turns Nagle's algorithm off only for sockets that say they are TCP; with it every answer would wait 40 ms for an ACK.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
