@@ -1,1 +1,1 @@
-from conftest_tinker import backend, client, sdk, served, training  # noqa: F401 - fixtures
+from tinker_server import backend, client, sdk, served, training  # noqa: F401 - fixtures

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest_tinker import Served, datum
-from reference_tinker import Float64Model
+from tinker_server import Served, datum
+from float64_model import Float64Model
 
 TEXTS = [list(range(30, 52)), [4, 77, 301, 12, 12, 500, 639], list(range(600, 560, -3))]
 LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
@@ -98,9 +98,7 @@ def test_a_built_in_loss_is_the_same_maths_given_as_a_custom_loss(
         assert (parameter.grad - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
-def test_many_targets_at_a_position_dense_or_sparse_are_a_distribution(
-    sdk: Any, served: Served, training: Any
-) -> None:
+def test_many_targets_at_a_position_dense_or_sparse_are_a_distribution(sdk: Any, served: Served, training: Any) -> None:
     run, ids = served.service.runs[training.model_id], [5, 6, 7, 8]
     targets = torch.zeros(4, 30, dtype=torch.int64)
     weights = torch.zeros(4, 30)
@@ -121,7 +119,9 @@ def test_many_targets_at_a_position_dense_or_sparse_are_a_distribution(
     assert reference.gradient_gap(run) < 1e-5
     both = training.forward([dense, datum(sdk, ids, weights=[1.0] * 3)], "cross_entropy").result(timeout=60)
     assert [out["logprobs"].shape for out in both.loss_fn_outputs] == [[4, 2], [3]]
-    assert np.allclose(both.loss_fn_outputs[0]["logprobs"].to_numpy().sum(), reference.logprobs(ids, targets[:, :2]).sum().item())
+    assert np.allclose(
+        both.loss_fn_outputs[0]["logprobs"].to_numpy().sum(), reference.logprobs(ids, targets[:, :2]).sum().item()
+    )
 
 
 def test_gradients_add_up_until_a_step_which_is_torchs_adamw(sdk: Any, served: Served, client: Any) -> None:
@@ -139,7 +139,9 @@ def test_gradients_add_up_until_a_step_which_is_torchs_adamw(sdk: Any, served: S
         [future.result(timeout=60) for future in futures]
         norm = step.result(timeout=60).metrics["unclipped_grad_l2:mean"]
         for text, row in zip(TEXTS, rows, strict=True):
-            reference_terms("cross_entropy", reference.logprobs(text[:-1], torch.tensor(text[1:])), row).sum().backward()
+            reference_terms(
+                "cross_entropy", reference.logprobs(text[:-1], torch.tensor(text[1:])), row
+            ).sum().backward()
         assert norm == pytest.approx(torch.nn.utils.clip_grad_norm_(ours, 0.5).item(), rel=1e-4)
         optimizer.step()
         optimizer.zero_grad()

@@ -68,6 +68,11 @@ class AdapterPool:
             if self._held.pop(path, None) is not None:
                 await asyncio.to_thread(self.engine.update, {}, [path])
 
+    def clear(self) -> None:
+        """After the event loop has ended: the engine is as it was."""
+        self.engine.update({}, list(self._held))
+        self._held.clear()
+
     def paths(self) -> list[str]:
         return list(self._held)
 

@@ -65,6 +65,7 @@ class TinkerService:
     def close(self) -> None:
         """After the event loop has ended."""
         self.scheduler.close()
+        self.pool.clear()
         self.store.close()
 
     # Sessions

@@ -101,4 +101,6 @@ def training(client: Any, sdk: Any) -> Any:
 def datum(sdk: Any, tokens: Any, **inputs: Any) -> Any:
     """One row: read all but the last token, predict all but the first."""
     ids = list(tokens)
-    return sdk.Datum(model_input=sdk.ModelInput.from_ints(ids[:-1]), loss_fn_inputs={"target_tokens": ids[1:], **inputs})
+    return sdk.Datum(
+        model_input=sdk.ModelInput.from_ints(ids[:-1]), loss_fn_inputs={"target_tokens": ids[1:], **inputs}
+    )
