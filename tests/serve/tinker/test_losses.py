@@ -81,7 +81,7 @@ def test_gspo_takes_the_mean_over_the_mask() -> None:
     lp = torch.tensor(LP, dtype=torch.float64)
     loss = row_loss("gspo", lp, inputs_of("gspo", sequence_ratio_mask=mask), check_settings("gspo", {}))
     ratio = sequence_ratio(LP, [2, 3])
-    wanted = -sum(min(ratio * a, min(max(ratio, 0.8), 1.2) * a) for a in (A[2], A[3]))
+    wanted = -sum(min(ratio * a, min(max(ratio, 0.8), 1.2) * a) for a in A)
     assert loss.item() == pytest.approx(wanted)
 
 
@@ -91,6 +91,12 @@ def test_cispo_weighs_the_log_probability_by_a_clipped_ratio_without_gradient() 
     assert gradient("cispo", settings).tolist() == pytest.approx(wanted)
     one_sided = [-min(math.exp(v - q), 4.0) * a for v, q, a in zip(LP, Q, A, strict=True)]
     assert gradient("cispo").tolist() == pytest.approx(one_sided)
+
+
+def test_weights_multiply_the_loss_of_each_token() -> None:
+    weights = [0.0, 1.0, 0.5, -1.0, 0.0]
+    plain, weighted = gradient("importance_sampling"), gradient("importance_sampling", weights=weights)
+    assert weighted.tolist() == pytest.approx([w * g for w, g in zip(weights, plain.tolist(), strict=True)])
 
 
 def test_thresholds_of_single_tokens_go_before_the_setting() -> None:
@@ -122,7 +128,11 @@ def test_a_huge_ratio_at_a_token_without_advantage_does_no_harm() -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "told"),
     [
-        ("stable_reinforce", {}, "'stable_reinforce' is not served"),
+        (
+            "stable_reinforce",
+            {},
+            "'stable_reinforce' is not served here: its formula is not published; there are cross_entropy",
+        ),
         ("ppo", {"clip_epsilon": 0.2}, "no 'clip_epsilon'; it has clip_low_threshold, clip_high_threshold"),
         ("cross_entropy", {"beta": 1.0}, "no settings"),
         ("dro", {"beta": "big"}, "'big'"),

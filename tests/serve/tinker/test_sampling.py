@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinker_server import Served, datum
 from float64_model import Float64Model
+from tinker_server import Served, datum
 
 PROMPT = [30, 31, 32, 33, 34, 35]
 
@@ -239,7 +239,6 @@ def test_a_crowd_is_told_to_come_back_and_is_served_in_the_end(
         ({"base_model": None, "model_path": "tinker://a/weights"}, "no checkpoint path"),
         ({"base_model": None, "model_path": "tinker://a/weights/../../x"}, "no checkpoint path"),
         ({"base_model": None, "sampling_session_id": "nobody"}, "no sampling session"),
-        ({"record_stability_info": True}, "stable_reinforce"),
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 9}, "prompt_logprobs_last_n"),
         ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, "a row for each token but the first"),
     ],

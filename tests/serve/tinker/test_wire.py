@@ -107,14 +107,10 @@ def test_a_tensor_that_does_not_fit_is_refused(tensor: dict[str, Any], told: str
         train_request_of_proto(message.SerializeToString())
 
 
-def test_images_and_provenance_are_refused() -> None:
+def test_images_are_refused() -> None:
     message = proto.ForwardBackwardRequest(model_id="m", loss_fn="cross_entropy")
     message.data.add().model_input.add().image.data = b"png"
     with pytest.raises(ApiError, match=r"kind image; only token chunks"):
-        train_request_of_proto(message.SerializeToString())
-    message.data[0].Clear()
-    message.data[0].model_input_spans.add().prompt_tokens.length = 1
-    with pytest.raises(ApiError, match="provenance"):
         train_request_of_proto(message.SerializeToString())
 
 

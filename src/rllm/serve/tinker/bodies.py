@@ -161,7 +161,7 @@ class Sample(Body):
     target_prompt_logprobs: dict[str, Any] | None = None
     prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=MOST_TOP_K)] = 0
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
-    record_stability_info: bool | None = None
+    record_stability_info: bool | None = None  # for stable_reinforce alone, which is refused when it comes to that
     type: str = ""
 
 

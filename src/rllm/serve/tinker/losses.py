@@ -2,6 +2,7 @@
 
 Pure functions of one row's numbers; nothing here knows of the wire or of models. ``lp`` [N] are the log-probabilities of the targets,
 ``q`` those given as `logprobs`, ``A`` the advantages, ``r = exp(lp - q)``. A step that wants a mean divides its weights or advantages.
+Every loss takes `weights` (1 where left out), which multiply each token's loss.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rllm.algorithms.losses import DRO_BETA, MAX_LOG_RATIO
 Inputs = Mapping[str, Tensor]
 Settings = Mapping[str, float]
 CLIP_KEYS = ("clip_low_threshold", "clip_high_threshold")
-CONTEXT = ("advantages", "logprobs")
+CLIPPED = ("weights", *CLIP_KEYS)
 
 
 class LossError(ValueError):
@@ -32,14 +33,14 @@ class TinkerLoss:
 
     of: Callable[[Tensor, Inputs, Settings], Tensor]
     required: tuple[str, ...] = ("logprobs", "advantages")
-    optional: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ("weights",)
     settings: Settings = field(default_factory=dict)
     trained: Callable[[Mapping[str, np.ndarray]], np.ndarray] = lambda inputs: inputs["advantages"] != 0
 
 
 def cross_entropy(lp: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
-    """``-w lp``; `weights` [N] or [N, K] may be negative or fractional, and are 1 where left out."""
-    return -inputs["weights"] * lp if "weights" in inputs else -lp
+    """``-lp``, with targets and weights of shape [N] or [N, K]; weights may be negative or fractional."""
+    return -lp
 
 
 def importance_sampling(lp: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
@@ -79,7 +80,7 @@ def gspo(lp: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
     difference = torch.where(counted, (lp - inputs["logprobs"]).detach(), 0.0)
     mean = difference.sum() / counted.sum().clamp(min=1)
     ratio = mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * torch.exp(lp - lp.detach())
-    return torch.where(counted, _clipped(ratio, inputs, settings), 0.0)
+    return _clipped(ratio, inputs, settings)
 
 
 def _ratio(lp: Tensor, inputs: Inputs) -> Tensor:
@@ -115,19 +116,20 @@ def _clip(low: float, high: float) -> Settings:
 
 
 LOSSES: dict[str, TinkerLoss] = {
-    "cross_entropy": TinkerLoss(cross_entropy, required=(), optional=("weights",), trained=_weighted),
+    "cross_entropy": TinkerLoss(cross_entropy, required=(), trained=_weighted),
     "importance_sampling": TinkerLoss(importance_sampling),
-    "ppo": TinkerLoss(ppo, optional=CLIP_KEYS, settings=_clip(0.8, 1.2)),
-    "cispo": TinkerLoss(cispo, optional=CLIP_KEYS, settings=_clip(0.0, 4.0)),
+    "ppo": TinkerLoss(ppo, optional=CLIPPED, settings=_clip(0.8, 1.2)),
+    "cispo": TinkerLoss(cispo, optional=CLIPPED, settings=_clip(0.0, 4.0)),
     "dro": TinkerLoss(dro, settings={"beta": DRO_BETA}, trained=_everywhere),
-    "gspo": TinkerLoss(gspo, optional=(*CLIP_KEYS, "sequence_ratio_mask"), settings=_clip(0.8, 1.2)),
+    "gspo": TinkerLoss(gspo, optional=(*CLIPPED, "sequence_ratio_mask"), settings=_clip(0.8, 1.2)),
 }
 
 
 def check_settings(name: str, given: Mapping[str, float | str]) -> Settings:
     """The settings of a loss, defaults filled in. Raises `LossError` for a loss or key that is not there, or a value that cannot be."""
     if name not in LOSSES:
-        raise LossError(f"loss_fn {name!r} is not served here; there are {', '.join(LOSSES)}")
+        why = ": its formula is not published" if name == "stable_reinforce" else ""
+        raise LossError(f"loss_fn {name!r} is not served here{why}; there are {', '.join(LOSSES)}")
     known = LOSSES[name].settings
     for key, value in given.items():
         if key not in known:
@@ -173,5 +175,6 @@ def check_inputs(name: str, length: int, inputs: Mapping[str, np.ndarray]) -> No
 
 
 def row_loss(name: str, lp: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
-    """The loss of one row: the sum over its tokens."""
-    return LOSSES[name].of(lp, inputs, settings).sum()
+    """The loss of one row: the sum over its tokens, weighted where there are weights."""
+    losses = LOSSES[name].of(lp, inputs, settings)
+    return (losses * inputs["weights"] if "weights" in inputs else losses).sum()

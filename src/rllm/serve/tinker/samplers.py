@@ -85,8 +85,6 @@ class Samplers:
         )
 
     def _prompt_query(self, body: bodies.Sample, length: int) -> PromptQuery:
-        if body.record_stability_info:
-            raise ApiError("record_stability_info (stable_reinforce) is not served here; leave it out")
         if body.prompt_logprobs_last_n is not None and not (
             body.prompt_logprobs and body.prompt_logprobs_last_n < length
         ):

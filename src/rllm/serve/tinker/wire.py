@@ -182,8 +182,7 @@ def train_request_of_proto(body: bytes) -> TrainRequest:
             key: _dense(_tensor_of_proto(value, f"data[{i}].loss_fn_inputs.{key}"))
             for key, value in datum.loss_fn_inputs.items()
         }
-        if datum.model_input_spans or datum.loss_fn_input_spans:
-            raise ApiError(f"data[{i}]: provenance spans (stable_reinforce) are not served here; leave them out")
+        # Where tokens were sampled (the spans) matters to stable_reinforce alone, which is refused.
         rows.append(Row(np.concatenate(parts) if parts else np.empty(0, np.int32), inputs))
     return _train_request(
         message.model_id, message.seq_id or None, message.loss_fn, settings, rows, message.forward_only
