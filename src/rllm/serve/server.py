@@ -10,6 +10,7 @@ import hmac
 import ipaddress
 import json
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 ADAPTER_NAME = "adapter"
 APIS = ("tinker", "openai")
+NAMES_KEPT_S = 1.0
+"""How long a name may be served after its checkpoint has expired."""
 OPEN_PATHS = ("/healthz", "/api/v1/healthz", "/api/v1/files/")
 """Answered without a key: whether the server lives, and signed links."""
 
@@ -43,6 +46,7 @@ class CheckpointModels(Mapping[str, str]):
 
     def __init__(self, fixed: Mapping[str, str], service: TinkerService):
         self.fixed, self.service = dict(fixed), service
+        self._known: tuple[float, int, dict[str, str]] = (0.0, -1, {})
 
     def __getitem__(self, name: str) -> str:
         return self._all()[name]
@@ -54,6 +58,13 @@ class CheckpointModels(Mapping[str, str]):
         return len(self._all())
 
     def _all(self) -> dict[str, str]:
+        read_at, revision, names = self._known
+        if revision == self.service.store.revision and time.monotonic() - read_at < NAMES_KEPT_S:
+            return names
+        self._known = (time.monotonic(), self.service.store.revision, self._read())
+        return self._known[2]
+
+    def _read(self) -> dict[str, str]:
         saved = [one for one in self.service.store.checkpoints()[0] if one.kind == "sampler_weights"]
         paths = {one.path: one.path for one in saved if one.about["fingerprint"] == self.service.base["fingerprint"]}
         names = {f"{self.service.name}:{one.name}": one.path for one in saved if one.path in paths}

@@ -14,7 +14,7 @@ class Updated(nn.Module):
     def __init__(self, linear: nn.Module, a: Tensor, b: Tensor, scale: float):
         super().__init__()
         self.linear, self.scale = linear, scale
-        self.a, self.b = (nn.Parameter(matrix.detach().double().clone()) for matrix in (a, b))
+        self.a, self.b = (nn.Parameter(matrix.detach().cpu().double().clone()) for matrix in (a, b))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) + self.scale * (x @ self.a.T @ self.b.T)
@@ -54,6 +54,6 @@ class Float64Model:
         for name, pair in self.matrices.items():
             for mine, theirs in zip(pair, adapter.matrices(name), strict=True):
                 assert mine.grad is not None and theirs.grad is not None, name
-                gaps.append((mine.grad - theirs.grad).flatten())
+                gaps.append((mine.grad - theirs.grad.cpu()).flatten())
                 sizes.append(mine.grad.flatten())
         return float(torch.cat(gaps).norm() / torch.cat(sizes).norm())

@@ -268,3 +268,21 @@ def test_a_finished_or_silent_session_ends_and_its_checkpoints_stay(sdk: Any, se
     store = served.service.store
     store._write("update sessions set seen = 5 where id = ?", silent.partition(":")[0])
     assert silent.partition(":")[0] in store.silent_sessions(time.time() - 600)
+
+
+def test_unnamed_weights_of_many_steps_do_not_pile_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rllm.serve.tinker.service.UNNAMED_KEPT", 2)
+    model, service, asked = served.model(rank=1), served.service, {"prompt": {"chunks": [{"tokens": [1, 2]}]}}
+    samplers = []
+    for number in range(6):
+        body = {"model_id": model, "sampling_session_seq_id": number}
+        samplers.append(served.result(served.post("/save_weights_for_sampler", body))["sampling_session_id"])
+        if number == 0:
+            served.result(served.post("/asample", {**asked, "sampling_session_id": samplers[0], "sampling_params": {}}))
+        service.samplers.last_used = {
+            path: when + 1e9 * (number == 5) for path, when in service.samplers.last_used.items()
+        }
+    names = [path.rpartition("/")[2] for path in service.store.hidden(model)]
+    assert names == ["s0", "s4", "s5"]  # the one in use, and the newest
+    gone = served.http.post("/asample", json={**asked, "sampling_session_id": samplers[1]})
+    assert gone.status_code == 404 and "there is no checkpoint" in gone.json()["error"]

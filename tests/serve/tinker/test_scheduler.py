@@ -74,7 +74,7 @@ def test_too_many_jobs_are_refused_with_a_word_to_come_back(monkeypatch: pytest.
     time.sleep(0.05)
     waiting = [scheduler.submit("a", lambda: 1) for _ in range(2)]
     with pytest.raises(ApiError, match="try again") as refused:
-        scheduler.submit("b", lambda: 1)
+        scheduler.check_room()
     assert refused.value.status == 429
     scheduler.forget("a")
     assert all(future.cancelled() for future in waiting)

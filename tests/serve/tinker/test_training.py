@@ -148,7 +148,7 @@ def test_gradients_add_up_until_a_step_which_is_torchs_adamw(sdk: Any, served: S
     adapter = run.learner.adapters["run"]
     for name, pair in reference.matrices.items():
         for mine, theirs in zip(pair, adapter.matrices(name), strict=True):
-            assert (mine - theirs).abs().max() < 1e-4
+            assert (mine - theirs.cpu()).abs().max() < 1e-4
 
 
 def test_the_seed_decides_the_start_and_switches_what_is_trained(served: Served) -> None:

@@ -20,7 +20,7 @@ def backend() -> Iterator[Any]:
     from rllm.backends.local.backend import LocalBackend
     from rllm.config.load import load_config
 
-    made = LocalBackend.create(load_config(training=False).config)
+    made = LocalBackend.create(load_config(overrides=["model.dtype=float32"], training=False).config)
     yield made
     made.close()
 

@@ -220,7 +220,7 @@ class Decoder(nn.Module):
             )
         )
         self._rope: tuple[Tensor, Tensor] | None = None
-        self.fused = fused_path_missing(config, torch.device(device)) is None
+        self.fused = fused_path_missing(config, torch.device(device), dtype) is None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -384,10 +384,12 @@ class FloatLogits(torch.autograd.Function):
         )
 
 
-def fused_path_missing(config: DecoderConfig, device: torch.device) -> str | None:
+def fused_path_missing(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the CUDA kernels cannot run a model; None if they can."""
     if device.type != "cuda":
         return "they need a CUDA device"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"their attention is for bfloat16 and float16, not for {dtype}"  # cuDNN's gives NaN for float32, not an error
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if config.head_dim not in (32, 64, 128, 256):

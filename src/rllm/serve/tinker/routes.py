@@ -22,12 +22,13 @@ from rllm.serve.tinker import bodies
 from rllm.serve.tinker.errors import ApiError
 from rllm.serve.tinker.futures import Failure
 from rllm.serve.tinker.service import TinkerService
-from rllm.serve.tinker.wire import train_request_of_json, train_request_of_proto
+from rllm.serve.tinker.wire import TrainRequest, train_request_of_json, train_request_of_proto
 
 logger = logging.getLogger(__name__)
 PREFIX = "/api/v1"
 PROTOBUF = "application/x-protobuf"
 MAX_BODY_BYTES = 128 * 2**20
+LARGE_BODY_BYTES = 2**18
 # A step of the optimizer is one request where it can be: larger chunks than the SDK's own 1024 rows and 5 MB.
 CLIENT_CONFIG = {
     "pjwt_auth_enabled": False,
@@ -100,10 +101,15 @@ class Routes:
         return await self._train(request, forward_only=True)
 
     async def _train(self, request: Request, forward_only: bool) -> Response:
-        if request.headers.get("content-type", "").startswith(PROTOBUF):
-            train = train_request_of_proto(_decoded(await body_bytes(request), request))
-        else:
-            train = train_request_of_json(await json_body(request), forward_only)
+        raw = await body_bytes(request)
+
+        def read() -> TrainRequest:
+            if request.headers.get("content-type", "").startswith(PROTOBUF):
+                return train_request_of_proto(_decoded(raw, request))
+            return train_request_of_json(parsed(raw), forward_only)
+
+        # What takes long to read must not hold up everybody else.
+        train = await asyncio.to_thread(read) if len(raw) > LARGE_BODY_BYTES else read()
         return reply(self.service.train(train).reply())
 
     async def optim_step(self, request: Request) -> Response:
@@ -230,8 +236,11 @@ async def body_bytes(request: Request) -> bytes:
 
 
 async def json_body(request: Request) -> dict[str, Any]:
-    """An empty body is an empty object."""
-    raw = await body_bytes(request)
+    return parsed(await body_bytes(request))
+
+
+def parsed(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a body; an empty body is an empty one."""
     try:
         body = strict_json(raw) if raw else {}
     except (ValueError, RecursionError) as error:

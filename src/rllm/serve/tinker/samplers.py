@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from rllm.backends.base import SamplingParams
@@ -21,6 +22,7 @@ class Samplers:
 
     def __init__(self, service: TinkerService):
         self.service = service
+        self.last_used: dict[str, float] = {}
 
     def create(self, body: bodies.CreateSampler) -> str:
         """The id of a sampler of a checkpoint or of the base."""
@@ -52,6 +54,7 @@ class Samplers:
             return known
         if path is not None:
             self.service.of_this_base(path)
+            self.last_used[path] = time.monotonic()
         prompt = tuple(tokens_of_json(body.prompt, "prompt"))
         params, query = self._params(body, len(prompt)), self._prompt_query(body, len(prompt))
         vocab, longest = self.service.backend.model.config.vocab_size, self.service.backend.max_model_len

@@ -44,12 +44,13 @@ class AdapterPool:
         if path is None or path in self.fixed:
             yield path or BASE, None
             return
-        async with self._lock:
-            if path not in self._held:
-                await self._hold(path, await asyncio.to_thread(self.read, path))
-            self._held.move_to_end(path)
-            self._used[path] += 1
-            pairs = self._held[path]
+        if path not in self._held:
+            async with self._lock:
+                if path not in self._held:
+                    await self._hold(path, await asyncio.to_thread(self.read, path))
+        self._held.move_to_end(path)
+        self._used[path] += 1
+        pairs = self._held[path]
         try:
             yield path, pairs
         finally:
@@ -61,6 +62,10 @@ class AdapterPool:
         """Hold these from now on, in place of what was held under that path."""
         async with self._lock:
             await self._hold(path, pairs)
+
+    def in_use(self, path: str) -> bool:
+        """Whether anything is being sampled with it."""
+        return self._used[path] > 0
 
     async def drop(self, path: str) -> None:
         """A checkpoint that is no more. What is being sampled from it fails."""
@@ -77,9 +82,7 @@ class AdapterPool:
         return list(self._held)
 
     async def _hold(self, path: str, pairs: LowRankPairs) -> None:
-        self._held[path] = pairs
-        self._held.move_to_end(path)
-        over = sum(held.nbytes for held in self._held.values()) - self.most_bytes
+        over = pairs.nbytes + sum(held.nbytes for name, held in self._held.items() if name != path) - self.most_bytes
         gone: list[str] = []
         for name, held in self._held.items():
             if over <= 0:
@@ -90,6 +93,7 @@ class AdapterPool:
         for name in gone:
             del self._held[name]
         await asyncio.to_thread(self.engine.update, {path: pairs}, gone)
+        self._held[path] = pairs  # not before the engine has it, since who finds it here asks the engine for it
 
 
 @dataclass(frozen=True)

@@ -35,13 +35,11 @@ class Scheduler:
         self._thread.start()
 
     def submit(self, tenant: Hashable, job: Callable[[], Any]) -> Future[Any]:
-        """The future of ``job()``. Raises `ApiError` (429) when too many jobs wait."""
+        """The future of ``job()``."""
         future: Future[Any] = Future()
         with self._wake:
             if self._closed:
                 raise ApiError("the server is stopping", 503)
-            if self._waiting >= MAX_WAITING:
-                raise ApiError(f"{self._waiting} training requests are waiting; try again in a moment", 429)
             queue = self._queues.setdefault(tenant, deque())
             if not queue:
                 busy = [self._served_s[name] for name, waiting in self._queues.items() if waiting]
@@ -51,6 +49,11 @@ class Scheduler:
             self._waiting += 1
             self._wake.notify()
         return future
+
+    def check_room(self) -> None:
+        """Raises `ApiError` (429) when too many jobs wait for one more to be taken in."""
+        if self._waiting >= MAX_WAITING:
+            raise ApiError(f"{self._waiting} training requests are waiting; try again in a moment", 429)
 
     def forget(self, tenant: Hashable) -> None:
         """A tenant that will not come back; its waiting jobs are cancelled."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -35,6 +36,9 @@ SESSION_SILENCE_S = 600.0
 SWEEP_S = 30.0
 ADAPTER_BYTES = 4 * 2**30
 MOST_RUNS = 256
+# Unnamed sampler weights that a run keeps in any case, and for how long an older one stays after its last use.
+UNNAMED_KEPT = 16
+UNNAMED_IDLE_S = 600.0
 
 
 class TinkerService:
@@ -161,6 +165,7 @@ class TinkerService:
             return known
         if self.store.run(run_id) is not None:
             raise ApiError(f"model_seq_id {number} was used before in session {session}")
+        self.scheduler.check_room()
         if len(self.runs) >= MOST_RUNS:
             raise ApiError(
                 f"{len(self.runs)} training runs are open, the most there may be; finish a session first", 429
@@ -204,7 +209,7 @@ class TinkerService:
     def open_session_of(self, run: TrainingRun) -> None:
         """As `open_session`, not more often than every few seconds."""
         now = time.monotonic()
-        if now - self._seen.get(run.id, 0.0) > 5.0:
+        if now - self._seen.get(run.id, -math.inf) > 5.0:
             self.open_session(run.session)
             self.store.see_run(run.id)
             self._seen[run.id] = now
@@ -312,7 +317,20 @@ class TinkerService:
 
             return work
 
-        return self._in_turn(run, body.seq_id, digest_of(body), make, lambda: self.pool.put(path, saved[0]))
+        async def hold() -> None:
+            await self.pool.put(path, saved[0])
+            if kind == HIDDEN:
+                await self._trim(run.id)
+
+        return self._in_turn(run, body.seq_id, digest_of(body), make, hold)
+
+    async def _trim(self, run: str) -> None:
+        """Delete unnamed weights of a run that are neither among its newest nor were used lately: each step of RL leaves some."""
+        now = time.monotonic()
+        for old in self.store.hidden(run)[:-UNNAMED_KEPT]:
+            if not self.pool.in_use(old) and now - self.samplers.last_used.get(old, -math.inf) > UNNAMED_IDLE_S:
+                self.samplers.last_used.pop(old, None)
+                await self.delete(old)
 
     def _save(
         self,
@@ -359,6 +377,7 @@ class TinkerService:
         key = (run.id, seq_id) if seq_id is not None else None
         if key is not None and (known := self.futures.known(key, digest)):
             return known
+        self.scheduler.check_room()
         future = self.futures.create(key, digest, model_id=run.id)
         work = make(future)
         try:

@@ -89,6 +89,8 @@ class Store:
         self.folder = folder
         (folder / FOLDERS).mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
+        self.revision = 0
+        """Another one after every change."""
         self._db = sqlite3.connect(folder / DATABASE, check_same_thread=False, isolation_level=None, timeout=2.0)
         try:
             self._db.execute("pragma locking_mode=exclusive")
@@ -251,6 +253,15 @@ class Store:
             f"select count(*) from checkpoints where {where}", *values
         )[0][0]
 
+    def hidden(self, run: str) -> list[str]:
+        """Paths of a run's unnamed weights, newest last."""
+        return [
+            row[0]
+            for row in self._read(
+                "select path from checkpoints where run = ? and kind = ? order by created, path", run, HIDDEN
+            )
+        ]
+
     def change(self, path: str, *, expires: float | None = None, public: bool | None = None) -> Checkpoint:
         """With `public` that alone is changed, else when it expires."""
         found = self.get(path)
@@ -313,6 +324,7 @@ class Store:
     def _write(self, sql: str, *values: Any) -> None:
         with self._lock:
             self._db.execute(sql, values)
+            self.revision += 1
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -324,6 +336,7 @@ class Store:
                 self._db.execute("rollback")
                 raise
             self._db.execute("commit")
+            self.revision += 1
 
 
 def _run(row: tuple[Any, ...]) -> dict[str, Any]:
