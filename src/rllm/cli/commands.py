@@ -241,11 +241,16 @@ def serve(
     name: Annotated[
         str | None, typer.Option(help="What clients call the model (Tinker's base_model); default: as in --model")
     ] = None,
-    state: Annotated[Path, typer.Option(help="Folder for Tinker's checkpoints and database")] = Path("runs/serve"),
+    state: Annotated[
+        Path | None, typer.Option(help="Folder for Tinker's checkpoints and database (default: runs/serve)")
+    ] = None,
     alpha: Annotated[
-        float, typer.Option(min=1e-6, help="LoRA alpha of Tinker's training runs: updates are scaled by alpha / rank")
-    ] = 32.0,
-    max_rank: Annotated[int, typer.Option(min=1, max=4096, help="Highest LoRA rank of a training run")] = 512,
+        float | None,
+        typer.Option(min=1e-6, help="LoRA alpha of Tinker's runs: updates are scaled by alpha / rank (default: 32)"),
+    ] = None,
+    max_rank: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="Highest LoRA rank of Tinker's runs (default: 512)")
+    ] = None,
     api_key_env: Annotated[
         str | None, typer.Option(metavar="VAR", help="Environment variable with the key that clients must show")
     ] = None,

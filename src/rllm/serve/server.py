@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 ADAPTER_NAME = "adapter"
 APIS = ("tinker", "openai")
+DEFAULT_STATE, DEFAULT_ALPHA, DEFAULT_MAX_RANK = Path("runs/serve"), 32.0, 512
 NAMES_KEPT_S = 1.0
 """How long a name may be served after its checkpoint has expired."""
 OPEN_PATHS = ("/healthz", "/api/v1/healthz", "/api/v1/files/")
@@ -248,9 +249,9 @@ def serve_model(
     *,
     apis: Collection[str],
     name: str | None,
-    state: Path,
-    alpha: float,
-    max_rank: int,
+    state: Path | None,
+    alpha: float | None,
+    max_rank: int | None,
     key: str | None,
 ) -> None:
     """`serve` the model (and the adapter) that a config names; `state` is Tinker's folder, `alpha` and `max_rank` those of its runs."""
@@ -258,6 +259,11 @@ def serve_model(
     from rllm.lora.files import match_config_to_adapter
 
     given = config.lora.adapter_path is not None
+    for option, value in (("--state", state), ("--alpha", alpha), ("--max-rank", max_rank)):
+        if value is not None and "tinker" not in apis:
+            raise ConfigError(
+                f"{option} {value}: it is for Tinker's API, which --api leaves out; add tinker, or leave {option} out"
+            )
     config = match_config_to_adapter(config) if given else config
     if "tinker" in apis and not config.lora.adapters():
         raise ConfigError("lora.rank=0: Tinker's runs train adapters over a frozen model; leave lora.rank out")
@@ -268,12 +274,18 @@ def serve_model(
         from rllm.serve.tinker.service import TinkerService
         from rllm.serve.tinker.store import Store
 
-        store = Store(state)
+        store = Store(state or DEFAULT_STATE)
     backend = LocalBackend.create(config)
     service = None
     try:
         if store is not None:
-            service = TinkerService(backend, store, name=name or config.model.path, alpha=alpha, max_rank=max_rank)
+            service = TinkerService(
+                backend,
+                store,
+                name=name or config.model.path,
+                alpha=DEFAULT_ALPHA if alpha is None else alpha,
+                max_rank=DEFAULT_MAX_RANK if max_rank is None else max_rank,
+            )
         elif name is not None:
             backend.model_name = name
         serve(backend, host, port, adapters=adapters, service=service, openai="openai" in apis, key=key)

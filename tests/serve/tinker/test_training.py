@@ -11,6 +11,8 @@ import torch
 from float64_model import Float64Model
 from tinker_server import Served, datum
 
+from rllm.serve.tinker import proto
+
 TEXTS = [list(range(30, 52)), [4, 77, 301, 12, 12, 500, 639], list(range(600, 560, -3))]
 LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
 
@@ -213,7 +215,21 @@ def test_a_refused_request_does_not_hold_up_those_after_it(served: Served) -> No
     model = served.model()
     bad = served.http.post("/forward_backward", json=train_body(model, 1, tokens=(5, 640)))
     assert (bad.status_code, "token 640 is outside of the vocabulary of 640" in bad.json()["error"]) == (400, True)
-    assert served.result(served.post("/forward_backward", train_body(model, 2)))["metrics"]["loss:sum"] > 0
+    message = proto.ForwardBackwardRequest(model_id=model, seq_id=2, loss_fn="cross_entropy")
+    message.data.add().model_input.add().image.data = b"png"
+    kind = {"content-type": "application/x-protobuf"}
+    assert served.http.post("/forward_backward", content=message.SerializeToString(), headers=kind).status_code == 400
+    refused = {
+        "/optim_step": {"adam_params": {"learning_rate": -1}},
+        "/save_weights": {"path": "a/b"},
+        "/save_weights_for_sampler": {"kind": "other"},
+        "/load_weights": {"path": "x", "optimizer_config": {"type": "sgd"}},
+        "/save_weights_external": {"path": "x", "age_encryption_recipients": ["age1"]},
+        "/forward": {"forward_input": {"data": 3}},
+    }
+    for number, (path, body) in enumerate(refused.items(), start=3):
+        assert served.http.post(path, json={"model_id": model, "seq_id": number, **body}).status_code == 400, path
+    assert served.result(served.post("/forward_backward", train_body(model, 9)))["metrics"]["loss:sum"] > 0
 
 
 def test_the_json_form_gets_its_result_as_json(served: Served) -> None:

@@ -8,11 +8,18 @@ Category = Literal["user", "server"]
 
 
 class ApiError(Exception):
-    """A request that cannot be served, as an HTTP status and a message. Clients try 408, 409, 429 and 5xx again, the others not."""
+    """A request that cannot be served, as an HTTP status and a message. Clients try 408, 409, 429 and 5xx again, the others not.
+    `request`: the run it was for and its number, where the message alone could be read."""
 
     def __init__(self, message: str, status: int = 400):
         super().__init__(message)
         self.status = status
+        self.request: tuple[str, int | None] | None = None
+
+    @property
+    def final(self) -> bool:
+        """Whether the same request will not come again."""
+        return self.status not in (408, 409, 429) and self.status < 500
 
 
 class OperationError(Exception):

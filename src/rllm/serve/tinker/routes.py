@@ -9,10 +9,11 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -20,7 +21,7 @@ from rllm.errors import ModelError
 from rllm.gateway.messages import strict_json
 from rllm.serve.tinker import bodies
 from rllm.serve.tinker.errors import ApiError
-from rllm.serve.tinker.futures import Failure
+from rllm.serve.tinker.futures import Failure, PendingResult
 from rllm.serve.tinker.service import TinkerService
 from rllm.serve.tinker.wire import TrainRequest, train_request_of_json, train_request_of_proto
 
@@ -45,6 +46,7 @@ CLIENT_CONFIG = {
     "sample_join_sampling_session": True,
 }
 DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
+B = TypeVar("B", bound=BaseModel)
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -85,7 +87,7 @@ class Routes:
         return reply(self.service.create_model(bodies.read(bodies.CreateModel, await json_body(request))).reply())
 
     async def load_weights(self, request: Request) -> Response:
-        return reply(self.service.load_weights(bodies.read(bodies.LoadWeights, await json_body(request))).reply())
+        return await self._in_turn(request, bodies.LoadWeights, self.service.load_weights)
 
     async def unload_model(self, request: Request) -> Response:
         model_id = bodies.read(bodies.ModelBody, await json_body(request)).model_id
@@ -102,28 +104,47 @@ class Routes:
 
     async def _train(self, request: Request, forward_only: bool) -> Response:
         raw = await body_bytes(request)
+        told: tuple[Any, Any] = (None, None)
 
         def read() -> TrainRequest:
+            nonlocal told
             if request.headers.get("content-type", "").startswith(PROTOBUF):
                 return train_request_of_proto(_decoded(raw, request))
-            return train_request_of_json(parsed(raw), forward_only)
+            body = parsed(raw)
+            told = body.get("model_id"), body.get("seq_id")
+            return train_request_of_json(body, forward_only)
 
-        # What takes long to read must not hold up everybody else.
-        train = await asyncio.to_thread(read) if len(raw) > LARGE_BODY_BYTES else read()
-        return reply(self.service.train(train).reply())
+        try:
+            # What takes long to read must not hold up everybody else.
+            train = await asyncio.to_thread(read) if len(raw) > LARGE_BODY_BYTES else read()
+            told = train.model_id, train.seq_id
+            return reply(self.service.train(train).reply())
+        except ApiError as error:
+            if error.final:
+                self.service.refused(*(error.request or told))
+            raise
 
     async def optim_step(self, request: Request) -> Response:
-        return reply(self.service.optim_step(bodies.read(bodies.OptimStep, await json_body(request))).reply())
+        return await self._in_turn(request, bodies.OptimStep, self.service.optim_step)
 
     async def save_weights(self, request: Request) -> Response:
-        return reply(self.service.save_weights(bodies.read(bodies.SaveWeights, await json_body(request))).reply())
+        return await self._in_turn(request, bodies.SaveWeights, self.service.save_weights)
 
     async def save_for_sampler(self, request: Request) -> Response:
-        body = bodies.read(bodies.SaveForSampler, await json_body(request))
-        return reply(self.service.save_for_sampler(body).reply())
+        return await self._in_turn(request, bodies.SaveForSampler, self.service.save_for_sampler)
 
     async def save_external(self, request: Request) -> Response:
-        return reply(self.service.save_external(bodies.read(bodies.SaveExternal, await json_body(request))).reply())
+        return await self._in_turn(request, bodies.SaveExternal, self.service.save_external)
+
+    async def _in_turn(self, request: Request, kind: type[B], act: Callable[[B], PendingResult]) -> Response:
+        """A request to a run, which has its turn even if it is refused."""
+        body = await json_body(request)
+        try:
+            return reply(act(bodies.read(kind, body)).reply())
+        except ApiError as error:
+            if error.final:
+                self.service.refused(body.get("model_id"), body.get("seq_id"))
+            raise
 
     async def create_sampler(self, request: Request) -> Response:
         sampler = self.service.samplers.create(bodies.read(bodies.CreateSampler, await json_body(request)))

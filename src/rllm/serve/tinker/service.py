@@ -93,6 +93,7 @@ class TinkerService:
         self.store.finish_session(session, why)
         for run in [run for run in self.runs.values() if run.session == session]:
             del self.runs[run.id]
+            self._seen.pop(run.id, None)
         self.scheduler.forget(session)
         await self._sweep()
 
@@ -146,6 +147,7 @@ class TinkerService:
             found = self._loadable(body.path, body.optimizer)
             run.spec = AdapterSpec.of(found.about)
             run.start(found.folder, body.optimizer)
+            self.store.describe_run(run.id, {**run.spec.__dict__, **self.base, "user_metadata": body.user_metadata})
             return {"path": found.path, "model_id": run.id, "type": "load_weights"}
 
         return self._in_turn(run, body.seq_id, digest_of(body), lambda future: work)
@@ -170,7 +172,7 @@ class TinkerService:
             raise ApiError(
                 f"{len(self.runs)} training runs are open, the most there may be; finish a session first", 429
             )
-        base = str(self.backend.folder) if self.name == "default" else self.name
+        base = str(self.backend.folder) if self.backend.model_name == "default" else self.backend.model_name
         run = TrainingRun(run_id, session, self.backend.model, base, spec)
         future = self.futures.create(run_id, digest, model_id=run_id)
 
@@ -216,17 +218,9 @@ class TinkerService:
 
     def train(self, request: TrainRequest) -> PendingResult:
         run = self.run(request.model_id)
-        if (
-            known := self.futures.known((run.id, request.seq_id), request.digest)
-            if request.seq_id is not None
-            else None
-        ):
+        if request.seq_id is not None and (known := self.futures.known((run.id, request.seq_id), request.digest)):
             return known
-        try:
-            settings = self._check_training(request)
-        except ApiError:
-            run.lane.skip(request.seq_id)
-            raise
+        settings = self._check_training(request)
 
         def work() -> Result:
             return run.train(request.rows, request.loss_fn, settings, request.forward_only)
@@ -269,7 +263,7 @@ class TinkerService:
         return self._in_turn(run, body.seq_id, digest_of(body), lambda future: lambda: run.optim_step(params))
 
     def save_weights(self, body: bodies.SaveWeights) -> PendingResult:
-        run, name = self.run(body.model_id), self._name(body.model_id, body.path, body.seq_id)
+        run, name = self.run(body.model_id), check_name(f"{body.seq_id or 0:06d}" if body.path is None else body.path)
 
         def make(future: PendingResult) -> Callable[[], Result]:
             told = {"path": f"{SCHEME}{run.id}/weights/{name}", "type": "save_weights"}
@@ -280,7 +274,7 @@ class TinkerService:
     def save_external(self, body: bodies.SaveExternal) -> PendingResult:
         if body.age_encryption_recipients:
             raise ApiError("age_encryption_recipients: files are not encrypted here; leave it out")
-        run, name = self.run(body.model_id), self._name(body.model_id, body.path, body.seq_id)
+        run, name = self.run(body.model_id), check_name(body.path)
 
         def make(future: PendingResult) -> Callable[[], Result]:
             told = {"path": f"{SCHEME}{run.id}/external_weights/{name}", "type": "save_weights_external"}
@@ -292,7 +286,7 @@ class TinkerService:
         """Under a name; or, without one, for a sampler that ends with the session."""
         run = self.run(body.model_id)
         if body.path is not None:
-            name, kind, sampler = self._name(body.model_id, body.path, body.seq_id), "sampler_weights", None
+            name, kind, sampler = check_name(body.path), "sampler_weights", None
         else:
             number = body.sampling_session_seq_id
             if number is None:
@@ -358,12 +352,11 @@ class TinkerService:
         )
         return told
 
-    def _name(self, run_id: str, name: str | None, seq_id: int | None) -> str:
-        try:
-            return check_name(name if name is not None else f"{seq_id or 0:06d}")
-        except ApiError:
-            self.runs[run_id].lane.skip(seq_id)
-            raise
+    def refused(self, model_id: Any, seq_id: Any) -> None:
+        """A request to a run was refused: those after it must not wait for it."""
+        run = self.runs.get(model_id) if isinstance(model_id, str) else None
+        if run is not None and type(seq_id) is int:
+            run.lane.skip(seq_id)
 
     def _in_turn(
         self,

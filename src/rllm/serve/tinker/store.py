@@ -149,6 +149,9 @@ class Store:
         now = time.time()
         self._write("insert or replace into runs values (?, ?, ?, ?, ?)", run, session, now, now, json.dumps(about))
 
+    def describe_run(self, run: str, about: Mapping[str, Any]) -> None:
+        self._write("update runs set about = ? where id = ?", json.dumps(about), run)
+
     def see_run(self, run: str) -> None:
         self._write("update runs set seen = ? where id = ?", time.time(), run)
 

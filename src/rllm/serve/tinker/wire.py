@@ -165,28 +165,31 @@ def train_request_of_proto(body: bytes) -> TrainRequest:
         message.ParseFromString(body)
     except DecodeError as error:
         raise ApiError(f"the body is no protobuf ForwardBackwardRequest: {error}") from error
+    number = message.seq_id or None
+    try:
+        rows = [_row_of_proto(datum, f"data[{i}]") for i, datum in enumerate(message.data)]
+    except ApiError as error:
+        error.request = (message.model_id, number)
+        raise
     settings: dict[str, float | str] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         settings[key] = value.text if value.WhichOneof("value") == "text" else value.number
-    rows = []
-    for i, datum in enumerate(message.data):
-        parts = []
-        for chunk in datum.model_input:
-            kind = chunk.WhichOneof("value")
-            if kind != "encoded_text":
-                raise ApiError(
-                    f"data[{i}].model_input: a chunk of kind {kind or 'unknown'}; only token chunks are served"
-                )
-            parts.append(_frombuffer(chunk.encoded_text.tokens, "<i4", f"data[{i}].model_input"))
-        inputs = {
-            key: _dense(_tensor_of_proto(value, f"data[{i}].loss_fn_inputs.{key}"))
-            for key, value in datum.loss_fn_inputs.items()
-        }
-        # Where tokens were sampled (the spans) matters to stable_reinforce alone, which is refused.
-        rows.append(Row(np.concatenate(parts) if parts else np.empty(0, np.int32), inputs))
-    return _train_request(
-        message.model_id, message.seq_id or None, message.loss_fn, settings, rows, message.forward_only
-    )
+    return _train_request(message.model_id, number, message.loss_fn, settings, rows, message.forward_only)
+
+
+def _row_of_proto(datum: Any, where: str) -> Row:
+    """Where tokens were sampled (the spans) matters to stable_reinforce alone, which is refused."""
+    parts = []
+    for chunk in datum.model_input:
+        kind = chunk.WhichOneof("value")
+        if kind != "encoded_text":
+            raise ApiError(f"{where}.model_input: a chunk of kind {kind or 'unknown'}; only token chunks are served")
+        parts.append(_frombuffer(chunk.encoded_text.tokens, "<i4", f"{where}.model_input"))
+    inputs = {
+        key: _dense(_tensor_of_proto(value, f"{where}.loss_fn_inputs.{key}"))
+        for key, value in datum.loss_fn_inputs.items()
+    }
+    return Row(np.concatenate(parts) if parts else np.empty(0, np.int32), inputs)
 
 
 def train_request_of_json(body: Mapping[str, Any], forward_only: bool) -> TrainRequest:
