@@ -23,6 +23,7 @@ from rllm.collect import collect
 from rllm.config.load import Resolved, load_config
 from rllm.config.schema import Config
 from rllm.data.dataset import Dataset, load_dataset
+from rllm.distill import Distiller
 from rllm.early_stop import EarlyStop, check_early_stop
 from rllm.errors import ConfigError, DataError, ModelError, RunError
 from rllm.rollouts.batch import Rollouts, stable_seed
@@ -72,14 +73,19 @@ class AgentTrainer:
         """Run to the end (or to Ctrl-C, which saves first) and return what `result.json` holds."""
         if self.train_dataset is None and not self.config.trainer.val_only:
             raise DataError("no training tasks: give train_dataset=, or data.train_files=<file or built-in name>")
+        if self.val_dataset is None and self.config.trainer.val_only:
+            raise DataError(
+                "trainer.val_only=true: there are no validation tasks; give val_dataset=, or data.val_files=<file or built-in name>"
+            )
         check_early_stop(self.config, self.val_dataset, total_steps(self.train_dataset, self.config))
         started = time.monotonic()
         folder = RunFolder.create(self.resolved)
         backend = self._given_backend or create_backend(self.config)
         runner_parts = (self.flow, self.workflow_class, self.workflow_args, self.evaluator)
         try:
+            distiller = Distiller.of(self.config, backend)
             with Rollouts(backend, self.config, *runner_parts) as rollouts:
-                return _Run(self, folder, backend, rollouts, started).run()
+                return _Run(self, folder, backend, rollouts, started, distiller).run()
         finally:
             if self._given_backend is None:
                 backend.close()
@@ -94,6 +100,7 @@ class _Run:
     backend: Backend
     rollouts: Rollouts
     started: float
+    distiller: Distiller | None = None
     account: Accounting = field(default_factory=Accounting)
     step: int = 0
     completed: int = 0
@@ -112,19 +119,20 @@ class _Run:
     def run(self) -> dict[str, Any]:
         config = self.trainer.config
         total, validated = self.total, {}
-        facts = self.backend.describe() | {"notes": [*self.trainer.resolved.notes, *self.rollouts.runner.notes]}
+        notes = [*self.trainer.resolved.notes, *self.rollouts.runner.notes]
+        facts = self.backend.describe() | {"notes": [*notes, self.distiller.note] if self.distiller else notes}
         for tracker in self.trackers:
             tracker.start(facts, total)
         try:
             wants_before = config.trainer.val_before_train or config.trainer.val_only
-            if wants_before and (total == 0 or not config.lora.rank):
+            if wants_before and (total == 0 or not config.lora.trains_adapters):
                 self._validate_before(DEFAULT_ADAPTER)
             if total:
                 self._prove_publish()
             for self.step in range(1, total + 1):
                 validated = self._train_step()
                 # With LoRA the starting policy stays at hand, so the first step need not wait for its validation.
-                if self.step == 1 and wants_before and config.lora.rank:
+                if self.step == 1 and wants_before and config.lora.trains_adapters:
                     self._validate_before(INITIAL_ADAPTER)
                 if self.early_stop.reason:
                     self._say(f"stopped after step {self.step}: {self.early_stop.reason}")
@@ -155,9 +163,14 @@ class _Run:
         self.folder.write_episodes(self.step, "train", found.episodes)
         rolled_out = time.monotonic()
         account, metrics = found.account, found.metrics(config)
-        groups, kl_metrics = self.update.with_kl_in_reward(found, self.step)
         if self.step == 1:
-            check_role_names(found.rewarded, config.algorithm.per_role)
+            check_role_names(found.rewarded, config.algorithm.per_role, "algorithm.per_role")
+            check_role_names(found.rewarded, config.distill.roles or (), "distill.roles")
+        taught = None
+        if self.distiller is not None:
+            taught, told = self.distiller.run(found)
+            metrics |= told
+        groups, kl_metrics = self.update.with_kl_in_reward(found, self.step)
         data = build_datums(
             groups,
             account,
@@ -167,6 +180,7 @@ class _Run:
             stepwise=config.algorithm.stepwise,
             gamma=config.algorithm.gamma,
             per_role={role: own.adv_estimator for role, own in config.algorithm.per_role.items() if own.adv_estimator},
+            token_advantages=taught,
         )
         metrics |= kl_metrics | self.update.run(data, found, account, self.step)
         if metrics["train/optimizer_steps"]:
@@ -267,18 +281,18 @@ class _Run:
         new.rename(path)
 
     def _best_name(self) -> str:
-        return "adapter-best" if self.trainer.config.lora.rank else "model-best"
+        return "adapter-best" if self.trainer.config.lora.trains_adapters else "model-best"
 
     def _finish(self) -> dict[str, Any]:
         config = self.trainer.config
-        name = "adapter" if config.lora.rank else "model"
+        name = "adapter" if config.lora.trains_adapters else "model"
         saved = self._save(self.folder.path / name) if not config.trainer.val_only else None
         result: dict[str, Any] = {
             "val": self.validations,
             "steps": self.completed,
             "seconds": round(time.monotonic() - self.started, 2),
-            "adapter": name if saved and config.lora.rank else None,
-            "model": name if saved and not config.lora.rank else None,
+            "adapter": name if saved and config.lora.trains_adapters else None,
+            "model": name if saved and not config.lora.trains_adapters else None,
             "accounting": self.account.to_dict(),
             "interrupted": self.interrupted,
         }

@@ -13,12 +13,22 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from rllm.backends.base import BASE, DEFAULT_ADAPTER, Backend, Completion, OnToken, SamplingParams, refuse_impossible
+from rllm.backends.base import (
+    BASE,
+    DEFAULT_ADAPTER,
+    Backend,
+    Completion,
+    OnToken,
+    SamplingParams,
+    Scored,
+    refuse_impossible,
+)
 from rllm.config.schema import Config
 from rllm.errors import ConfigError
 from rllm.gateway.chat import ChatModel
+from rllm.gateway.errors import RequestError
 from rllm.gateway.thread import AppThread
 
 if TYPE_CHECKING:
@@ -76,7 +86,7 @@ class ChatBackend:
     """What the OpenAI side needs of a backend: its sampling waits its turn among all tenants, and reads checkpoints when asked for."""
 
     def __init__(self, service: TinkerService):
-        backend = service.backend
+        backend = self._backend = service.backend
         self.sampler, self.model_name = service.sampler, service.name
         self.tokenizer, self.max_model_len = backend.tokenizer, backend.max_model_len
 
@@ -89,6 +99,14 @@ class ChatBackend:
     ) -> Completion:
         path = None if adapter == BASE else adapter
         return await self.sampler.complete("openai", path, tuple(prompt_ids), params, on_token)
+
+    def score(self, ids: Sequence[int], adapter: str) -> Scored:
+        """What the base says of a prompt; checkpoints are scored through Tinker's API."""
+        if adapter != BASE:
+            raise RequestError(
+                "echo and prompt_logprobs: only of the base model here; use Tinker's prompt_logprobs", "model"
+            )
+        return self._backend.score(ids, BASE)
 
 
 class ModelServer(AppThread):
@@ -104,11 +122,12 @@ class ModelServer(AppThread):
         service: TinkerService | None = None,
         key: str | None = None,
         max_tokens: int = 512,
+        reasoning: Literal["content", "split"] = "content",
     ):
         super().__init__(host, port)
         check_key(host, key, tinker=service is not None)
         self.models, self.service, self.key = models, service, key
-        self._chat = ChatModel(backend, default_max_tokens=max_tokens) if models else None
+        self._chat = ChatModel(backend, default_max_tokens=max_tokens, reasoning=reasoning) if models else None
 
     def make_app(self) -> Any:
         from fastapi import FastAPI
@@ -195,13 +214,14 @@ def serve(
     openai: bool = True,
     key: str | None = None,
     max_tokens: int = 512,
+    reasoning: Literal["content", "split"] = "content",
     say: Callable[[str], None] = print,
     until: threading.Event | None = None,
 ) -> None:
     """Serve until Ctrl-C (or until `until` is set), then free the port.
 
     `adapters` are served beside the model; none: only the model itself. `service`: Tinker's API too. `max_tokens` bounds a completion of
-    the OpenAI side where a call does not. A port in use, or an address that needs a key and has none, is a `UserError`.
+    the OpenAI side where a call does not, `reasoning` says where thoughts are told (``rollout.reasoning``). A port in use, or an address that needs a key and has none, is a `UserError`.
     """
     base = service.name if service is not None else backend.model_name
     names: Mapping[str, str] = served_models(base, adapters)
@@ -210,7 +230,14 @@ def serve(
     stop = until or threading.Event()
     chat = ChatBackend(service) if service is not None else backend
     server = ModelServer(
-        chat, host, port, models=names if openai else None, service=service, key=key, max_tokens=max_tokens
+        chat,
+        host,
+        port,
+        models=names if openai else None,
+        service=service,
+        key=key,
+        max_tokens=max_tokens,
+        reasoning=reasoning,
     )
     with server:
         if openai:
@@ -288,7 +315,10 @@ def serve_model(
             )
         elif name is not None:
             backend.model_name = name
-        serve(backend, host, port, adapters=adapters, service=service, openai="openai" in apis, key=key)
+        serve(
+            backend, host, port, adapters=adapters, service=service, openai="openai" in apis, key=key,
+            reasoning=config.rollout.reasoning,
+        )  # fmt: skip
     finally:
         if service is not None:
             service.close()

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rllm.backends.local.space import Space
 from rllm.backends.local.transfer import to_device
 from rllm.errors import ModelError
 
@@ -82,11 +83,12 @@ class Attend(Protocol):
 class LowRank(Protocol):
     """The low-rank updates in force: for (layer, fused block) the pair ``A`` [R, in], ``B`` [out, R] (scaling inside B), or None.
 
-    `dropout`, if any, is applied to what goes into A.
+    `dropout`, if any, is applied to what goes into A. `riding`: A and B also stand around the weights (`Space`).
     """
 
     dropout: Dropout | None
     anchor: Tensor | None
+    riding: bool
     ranks: Mapping[tuple[int, str], tuple[int, ...]]
     flat: Tensor
 
@@ -104,6 +106,8 @@ class FusedLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device), requires_grad=False) if bias else None
+        # What lies around the weight where the CUDA path has moved it.
+        self.space: Space | None = None
 
     def forward(self, x: Tensor, pair: tuple[Tensor, Tensor] | None = None, dropout: Dropout | None = None) -> Tensor:
         if pair is None:
@@ -220,6 +224,8 @@ class Decoder(nn.Module):
             )
         )
         self._rope: tuple[Tensor, Tensor] | None = None
+        # How often the layers' weights have moved in memory: what was captured over them before is stale.
+        self.moves = 0
         self.fused = fused_path_missing(config, torch.device(device), dtype) is None
 
     @property

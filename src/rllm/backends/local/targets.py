@@ -95,7 +95,7 @@ class TargetLearner(Learner):
 def logprobs_at(model: Decoder, lora: LowRank | None, hidden: Tensor, targets: Tensor) -> Tensor:
     """Log-probabilities [M, K] (float32) of `targets` [M, K] from hidden states [M, hidden]; logits are made a chunk at a time."""
     if model.fused and targets.shape[1] == 1 and len(targets) and (lora is None or lora.pair(*HEAD) is None):
-        from rllm.backends.local.cuda.train import token_logprobs
+        from rllm.backends.local.cuda.head import token_logprobs
 
         ones = torch.ones(len(targets), device=hidden.device)
         return token_logprobs(model, hidden, targets.squeeze(1).contiguous(), ones)[0].unsqueeze(1)
