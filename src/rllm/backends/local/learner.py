@@ -247,8 +247,8 @@ class Learner:
             if weight not in self._gradients:
                 master.grad = None if weight.grad is None else weight.grad.float()
 
-    def _micro_batches(self, data: Sequence[Datum], key: Callable[[Datum], K]) -> Iterator[tuple[K, list[int]]]:
-        """(key, row indices) with at most `micro_batch_tokens` padded tokens each; rows of one key and like length together, and
+    def _micro_batches(self, data: Sequence[Any], key: Callable[[Any], K]) -> Iterator[tuple[K, list[int]]]:
+        """Of rows that have `ids`: (key, row indices) with at most `micro_batch_tokens` padded tokens each; rows of one key and like length together, and
         never a row in parts."""
         by_key: dict[K, list[int]] = {}
         for i, datum in enumerate(data):

@@ -228,7 +228,7 @@ class Decoder(nn.Module):
         self.moves = 0
         # Where the CUDA path keeps the adapter in training, around those weights.
         self.room: object = None
-        self.fused = fused_path_missing(config, torch.device(device)) is None
+        self.fused = fused_path_missing(config, torch.device(device), dtype) is None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -392,10 +392,12 @@ class FloatLogits(torch.autograd.Function):
         )
 
 
-def fused_path_missing(config: DecoderConfig, device: torch.device) -> str | None:
+def fused_path_missing(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the CUDA kernels cannot run a model; None if they can."""
     if device.type != "cuda":
         return "they need a CUDA device"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"their attention is for bfloat16 and float16, not for {dtype}"  # cuDNN's gives NaN for float32, not an error
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if config.head_dim not in (32, 64, 128, 256):
