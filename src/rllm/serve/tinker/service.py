@@ -25,7 +25,7 @@ from rllm.serve.tinker.futures import Failure, Futures, PendingResult, Result
 from rllm.serve.tinker.losses import LossError, check_inputs, check_settings
 from rllm.serve.tinker.runs import AdapterSpec, TrainingRun, read_pairs
 from rllm.serve.tinker.samplers import Samplers
-from rllm.serve.tinker.sampling import AdapterPool, Sampler
+from rllm.serve.tinker.sampling import AdapterPool, Sampler, adapter_bytes
 from rllm.serve.tinker.scheduler import Scheduler
 from rllm.serve.tinker.store import HIDDEN, SCHEME, Checkpoint, Store, check_name
 from rllm.serve.tinker.wire import TrainRequest
@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 # A session is over when nothing was heard of it for so long; clients send a heartbeat every 10 s.
 SESSION_SILENCE_S = 600.0
 SWEEP_S = 30.0
-ADAPTER_BYTES = 4 * 2**30
 MOST_RUNS = 256
 # Unnamed sampler weights that a run keeps in any case, and for how long an older one stays after its last use.
 UNNAMED_KEPT = 16
@@ -59,7 +58,7 @@ class TinkerService:
         self.base = {"base": name, "fingerprint": fingerprint(backend.folder)}
         self.scheduler = Scheduler()
         self.futures = Futures()
-        self.pool = AdapterPool(backend.engine, self._read_adapter, ADAPTER_BYTES)
+        self.pool = AdapterPool(backend.engine, self._read_adapter, adapter_bytes(backend.model.device))
         self.sampler = Sampler(backend.engine, self.pool, self.scheduler)
         self.samplers = Samplers(self)
         self.runs: dict[str, TrainingRun] = {}
