@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
@@ -122,8 +121,9 @@ class TinkerService:
             raise ApiError(
                 "lora_config: train_attn, train_mlp and train_unembed are all off, so nothing would be trained"
             )
-        seed = random.getrandbits(31) if lora.seed is None else lora.seed % 2**63
-        spec = AdapterSpec(lora.rank, self.alpha, seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
+        # Without a seed the n-th run of a session starts as every n-th run does, so that a script run twice is the same run.
+        seed = self.backend.config.trainer.seed + body.model_seq_id if lora.seed is None else lora.seed
+        spec = AdapterSpec(lora.rank, self.alpha, seed % 2**63, lora.train_attn, lora.train_mlp, lora.train_unembed)
         return self._new_run(body.session_id, body.model_seq_id, spec, body.user_metadata, body)
 
     def load_weights(self, body: bodies.LoadWeights) -> PendingResult:
