@@ -250,7 +250,7 @@ def test_a_checkpoint_of_another_base_is_refused(sdk: Any, client: Any, served: 
         client.create_training_client_from_state(path).result(timeout=30)
 
 
-def test_a_finished_or_silent_session_ends_and_its_checkpoints_stay(sdk: Any, served: Served) -> None:
+def test_a_finished_session_ends_and_its_checkpoints_stay(served: Served) -> None:
     model = served.model()
     session = model.partition(":")[0]
     kept = served.result(served.post("/save_weights", {"model_id": model, "path": "kept"}))["path"]
@@ -264,10 +264,21 @@ def test_a_finished_or_silent_session_ends_and_its_checkpoints_stay(sdk: Any, se
     body = {"sampling_session_id": lost["sampling_session_id"], "seq_id": 0, "prompt": {"chunks": [{"tokens": [1]}]}}
     assert served.http.post("/asample", json=body).status_code == 404
 
-    silent = served.model()
-    store = served.service.store
-    store._write("update sessions set seen = 5 where id = ?", silent.partition(":")[0])
-    assert silent.partition(":")[0] in store.silent_sessions(time.time() - 600)
+
+def test_a_session_of_which_nothing_is_heard_ends_by_itself(backend: Any, tmp_path: Path) -> None:
+    server = Served(backend, tmp_path, session_silence_s=0.4)
+    try:
+        silent, alive = server.model(), server.model()
+        deadline = time.monotonic() + 20
+        while silent in server.service.runs and time.monotonic() < deadline:
+            server.post("/session_heartbeat", {"session_id": alive.partition(":")[0]})
+            time.sleep(0.05)
+        assert set(server.service.runs) == {alive}
+        answer = server.http.post("/get_info", json={"model_id": silent})
+        assert answer.status_code == 200  # what is known of it stays
+        assert server.http.post("/optim_step", json={"model_id": silent, "adam_params": {}}).status_code == 410
+    finally:
+        server.close()
 
 
 def test_unnamed_weights_of_many_steps_do_not_pile_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,9 @@ def test_the_seed_decides_the_start_and_switches_what_is_trained(served: Served)
         *("q_proj", "k_proj", "v_proj", "o_proj")
     }
     assert set(matrices(train_mlp=False, train_attn=False)) == {"lm_head"}
-    assert not torch.equal(matrices()["lm_head"], matrices()["lm_head"])
+    assert torch.equal(
+        matrices()["lm_head"], matrices()["lm_head"]
+    )  # a script without a seed is the same run each time
 
 
 def test_the_scale_is_alpha_over_rank(served: Served) -> None:

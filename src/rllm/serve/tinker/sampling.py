@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+import psutil
+import torch
 
 from rllm.backends.base import BASE, Completion, OnToken, SamplingParams
 from rllm.backends.local.engine import Engine
@@ -25,6 +27,15 @@ from rllm.serve.tinker.wire import EMPTY_LOGPROB, Sampled, SampleOutput, SparseT
 MOST_WAITING = 16384
 # An odd constant (the golden ratio's digits) that gives every completion of a request a seed of its own.
 SEED_STEP = 0x9E3779B97F4A7C15
+# What adapters that are sampled may take: this share of the memory they are in, and no more than 4 GiB.
+ADAPTER_SHARE, MOST_ADAPTER_BYTES = 1 / 32, 4 * 2**30
+
+
+def adapter_bytes(device: torch.device) -> int:
+    """Memory for the adapters that samplers use."""
+    cuda = device.type == "cuda"
+    total = torch.cuda.get_device_properties(device).total_memory if cuda else psutil.virtual_memory().total
+    return min(int(total * ADAPTER_SHARE), MOST_ADAPTER_BYTES)
 
 
 class AdapterPool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
@@ -25,7 +24,7 @@ from rllm.serve.tinker.futures import Failure, Futures, PendingResult, Result
 from rllm.serve.tinker.losses import LossError, check_inputs, check_settings
 from rllm.serve.tinker.runs import AdapterSpec, TrainingRun, read_pairs
 from rllm.serve.tinker.samplers import Samplers
-from rllm.serve.tinker.sampling import AdapterPool, Sampler
+from rllm.serve.tinker.sampling import AdapterPool, Sampler, adapter_bytes
 from rllm.serve.tinker.scheduler import Scheduler
 from rllm.serve.tinker.store import HIDDEN, SCHEME, Checkpoint, Store, check_name
 from rllm.serve.tinker.wire import TrainRequest
@@ -34,7 +33,6 @@ logger = logging.getLogger(__name__)
 # A session is over when nothing was heard of it for so long; clients send a heartbeat every 10 s.
 SESSION_SILENCE_S = 600.0
 SWEEP_S = 30.0
-ADAPTER_BYTES = 4 * 2**30
 MOST_RUNS = 256
 # Unnamed sampler weights that a run keeps in any case, and for how long an older one stays after its last use.
 UNNAMED_KEPT = 16
@@ -59,7 +57,7 @@ class TinkerService:
         self.base = {"base": name, "fingerprint": fingerprint(backend.folder)}
         self.scheduler = Scheduler()
         self.futures = Futures()
-        self.pool = AdapterPool(backend.engine, self._read_adapter, ADAPTER_BYTES)
+        self.pool = AdapterPool(backend.engine, self._read_adapter, adapter_bytes(backend.model.device))
         self.sampler = Sampler(backend.engine, self.pool, self.scheduler)
         self.samplers = Samplers(self)
         self.runs: dict[str, TrainingRun] = {}
@@ -123,8 +121,9 @@ class TinkerService:
             raise ApiError(
                 "lora_config: train_attn, train_mlp and train_unembed are all off, so nothing would be trained"
             )
-        seed = random.getrandbits(31) if lora.seed is None else lora.seed % 2**63
-        spec = AdapterSpec(lora.rank, self.alpha, seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
+        # Without a seed the n-th run of a session starts as every n-th run does, so that a script run twice is the same run.
+        seed = self.backend.config.trainer.seed + body.model_seq_id if lora.seed is None else lora.seed
+        spec = AdapterSpec(lora.rank, self.alpha, seed % 2**63, lora.train_attn, lora.train_mlp, lora.train_unembed)
         return self._new_run(body.session_id, body.model_seq_id, spec, body.user_metadata, body)
 
     def load_weights(self, body: bodies.LoadWeights) -> PendingResult:
