@@ -63,12 +63,11 @@ def served(url: str, model_rows: list[list[int]]) -> dict[str, Callable[[], Any]
 
     client = tinker.ServiceClient(base_url=url, api_key="tml-local")
     training = client.create_lora_training_client("default", rank=8, seed=1).result()
+    # The client makes tensors of lists; its types do not say so.
+    inputs: list[Any] = [{"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)} for ids in model_rows]
     rows = [
-        tinker.Datum(
-            model_input=tinker.ModelInput.from_ints(ids[:-1]),
-            loss_fn_inputs={"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)},
-        )
-        for ids in model_rows
+        tinker.Datum(model_input=tinker.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=one)
+        for ids, one in zip(model_rows, inputs, strict=True)
     ]
 
     def step() -> None:
