@@ -4,7 +4,8 @@
     python bench/gateway.py --clients 64 --rounds 1
 
 Clients run in a process of their own. Exits with 1 if a call failed, a record is missing, or a client read anything but what was
-recorded. Overhead is measured in the server: a request's time in the app less the time of its `Backend.sample`.
+recorded. Overhead is a request's time in the app less the time of its `Backend.sample`; "seen by the client" is the client's time less that
+of the sampling: the network, the server's HTTP and the client library included.
 """
 
 from __future__ import annotations
@@ -64,21 +65,25 @@ class TimedApp:
 
 
 def overhead(gateway: Gateway, backend: TimedBackend, calls: int, tokens: int) -> dict[str, float]:
-    """Median milliseconds of a call in the app beside its sampling, whole and streamed, alone on the server."""
+    """Milliseconds of a call beside its sampling, whole and streamed, alone on the server."""
     found: dict[str, float] = {}
     with httpx.Client(base_url=gateway.url, timeout=60) as client:
         for stream in (False, True):
             session = gateway.open_session(f"overhead-{stream}")
-            backend.seconds, TimedApp.seconds = [], []
+            backend.seconds, TimedApp.seconds, seen = [], [], []
             for i in range(calls + 5):
                 message = {"role": "user", "content": QUESTION.format(i % 10)}
                 body = {"messages": [message], "max_tokens": tokens, "stream": stream}
+                started = time.perf_counter()
                 client.post(f"/s/{session.uid}/v1/chat/completions", json=body).raise_for_status()
+                seen.append(time.perf_counter() - started)
             time.sleep(0.05)
             extra = [1e3 * (a - b) for a, b in zip(TimedApp.seconds, backend.seconds, strict=True)][5:]
             name = "streamed" if stream else "whole"
             found[f"{name}, median ms"] = statistics.median(extra)
             found[f"{name}, 90% ms"] = sorted(extra)[int(0.9 * len(extra))]
+            outside = [1e3 * (a - b) for a, b in zip(seen, backend.seconds, strict=True)][5:]
+            found[f"{name} as seen by the client, median ms"] = statistics.median(outside)
             gateway.close_session(session)
     return found
 

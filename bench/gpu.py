@@ -11,17 +11,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import random
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import rllm
 from rllm.backends.base import AdamParams, Datum, LossSpec, SamplingParams
 from rllm.backends.local.cuda.engine import CudaEngine
 from rllm.backends.local.learner import Learner
+from rllm.backends.local.loading import save_decoder
 from rllm.backends.local.model import Decoder, DecoderConfig
 from rllm.lora.adapter import LoraAdapter
 
@@ -70,6 +77,14 @@ def timed(work: Callable[[], object], repeats: int) -> float:
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
+
+
+def timed_once(work: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 def prompts_of(count: int, length: int, seed: int = 0) -> list[list[int]]:
@@ -135,10 +150,11 @@ def bench_sampling(args: argparse.Namespace, config: DecoderConfig) -> None:
     found = check_sampling(model, adapters["r8"])
     print("check", {k: f"{v:.2e}" for k, v in found.items()}, flush=True)
     for batch in args.batches:
-        prompts = prompts_of(batch, args.prompt)
+        different = prompts_of(batch, args.prompt)
         floor = decode_floor(config, batch, args.prompt, args.tokens)
         for label, adapter, names in (
             ("LoRA r=8", {"default": adapters["r8"].snapshot(model.dtype)}, ["default"]),
+            ("r=8, groups of 8", {"default": adapters["r8"].snapshot(model.dtype)}, ["default"]),
             ("base", {}, ["base"]),
             ("LoRA r=32", {"default": adapters["r32"].snapshot(model.dtype)}, ["default"]),
             *(
@@ -153,6 +169,7 @@ def bench_sampling(args: argparse.Namespace, config: DecoderConfig) -> None:
         ):  # fmt: skip
             engine = CudaEngine(model, eos_ids=[], max_batch=batch, max_model_len=args.prompt + args.tokens)
             engine.publish(adapter, 1)
+            prompts = [p for p in different[::8] for _ in range(8)] if "groups" in label else different
 
             def work(engine=engine, prompts=prompts, names=names):
                 engine._forget_prefixes()  # every run reads its prompts
@@ -161,9 +178,13 @@ def bench_sampling(args: argparse.Namespace, config: DecoderConfig) -> None:
             seconds = timed(work, args.repeats)
             rate = batch * args.tokens / seconds
             stats = engine.stats()
+            before = stats["prefill_s"], stats["decode_s"]
+            generate_again = timed_once(work)
+            stats = engine.stats()
+            last = f"last run {generate_again:.3f} s: prefill {stats['prefill_s'] - before[0]:.3f}, decode {stats['decode_s'] - before[1]:.3f}"
             print(
-                f"sample batch {batch:3d} {label:10s} {rate:8.0f} tok/s  {seconds:.3f} s  {rate / floor:.2f} of floor "
-                f"{floor:.0f}  prefill {stats['prefill_s']:.2f} s in all",
+                f"sample batch {batch:3d} {label:16s} {rate:8.0f} tok/s  {seconds:.3f} s  {rate / floor:.2f} of floor "
+                f"{floor:.0f}  {last}",
                 flush=True,
             )
             if label == "LoRA r=8":
@@ -171,23 +192,24 @@ def bench_sampling(args: argparse.Namespace, config: DecoderConfig) -> None:
                     lambda e=engine, a=adapters["r8"]: e.publish({"default": a.snapshot(model.dtype)}, 2), 5
                 )
                 print(f"  publish {publish * 1e3:.2f} ms")
-                if args.profile and batch <= 128:
+                if args.profile and batch == 128:
                     profile(lambda e=engine, p=prompts: generate(e, p, ["default"], 32), "sampling")
             engine.close()
             del engine
             torch.cuda.empty_cache()
 
 
-def rows_of_w(args: argparse.Namespace, vocab: int) -> list[Datum]:
-    """Work W: prompts x group rows of prompt + completion tokens."""
+def rows_of_w(args: argparse.Namespace, vocab: int, ragged: bool = False) -> list[Datum]:
+    """Work W: prompts x group rows of prompt + completion tokens; `ragged`: completions of 1/4 to 7/4 of that."""
     numbers = random.Random(0)
     rows = []
     for prompt in prompts_of(16, args.prompt):
         for _ in range(8):
-            answer = [numbers.randrange(vocab) for _ in range(args.tokens)]
-            row = Datum(prompt + answer, [0] * args.prompt + [1] * args.tokens)
-            row.logprobs = [0.0] * args.prompt + [-11.9] * args.tokens
-            row.advantages = [0.0] * args.prompt + [numbers.gauss(0, 1)] * args.tokens
+            count = numbers.randint(args.tokens // 4, 7 * args.tokens // 4) if ragged else args.tokens
+            answer = [numbers.randrange(vocab) for _ in range(count)]
+            row = Datum(prompt + answer, [0] * args.prompt + [1] * count)
+            row.logprobs = [0.0] * args.prompt + [-11.9] * count
+            row.advantages = [0.0] * args.prompt + [numbers.gauss(0, 1)] * count
             rows.append(row)
     return rows
 
@@ -210,7 +232,10 @@ def check_training(config: DecoderConfig) -> dict[str, float]:
     for model in (fast, exact):
         adapter = adapter_of(model, 8)
         learner = Learner(model, {"default": adapter})
-        losses.append(learner.forward_backward(rows, LossSpec(clip_low=10, clip_high=10))["loss"])
+        for _ in range(3):  # as it is queued first, captured, and run again
+            learner.discard_gradients()
+            loss = learner.forward_backward(rows, LossSpec(clip_low=10, clip_high=10))["loss"]
+        losses.append(loss)
         gradients.append(torch.cat([p.grad.flatten() for p in adapter.parameters() if p.grad is not None]))
     error = (gradients[0] - gradients[1]).norm() / gradients[1].norm()
     return {"gradient_error": error.item(), "loss_error": abs(losses[0] - losses[1]) / abs(losses[1])}
@@ -261,22 +286,70 @@ def bench_step(args: argparse.Namespace, config: DecoderConfig) -> None:
 
 def bench_training(args: argparse.Namespace, config: DecoderConfig) -> None:
     print("check", {k: f"{v:.2e}" for k, v in check_training(config).items()}, flush=True)
-    rows = rows_of_w(args, config.vocab_size)
-    for label, rank in (("LoRA r=8", 8), ("LoRA r=32", 32), ("full", 0)):
+    for label, rank, ragged in (
+        ("LoRA r=8", 8, False),
+        ("LoRA r=32", 32, False),
+        ("full", 0, False),
+        ("LoRA r=8, ragged", 8, True),
+        ("full, ragged", 0, True),
+    ):
+        rows = rows_of_w(args, config.vocab_size, ragged)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         model = random_decoder(config)
         learner = Learner(model, {"default": adapter_of(model, rank)} if rank else {})
-        forward = timed(lambda learner=learner: learner.forward_backward(rows, LossSpec()), args.repeats)
+        forward = timed(lambda learner=learner, rows=rows: learner.forward_backward(rows, LossSpec()), args.repeats)
         step = timed(lambda learner=learner: learner.optim_step(AdamParams(1e-6)), args.repeats)
         print(
-            f"train {label:10s} forward+backward {forward:.3f} s  optimizer {step * 1e3:.1f} ms  peak "
+            f"train {label:16s} forward+backward {forward:.3f} s  optimizer {step * 1e3:.1f} ms  peak "
             f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB  micro-batch {learner.micro_batch_tokens} tokens",
             flush=True,
         )
-        if args.profile and rank == 8:
-            profile(lambda learner=learner: learner.forward_backward(rows[:16], LossSpec()), "training")
+        if args.profile and not ragged:
+            profile(lambda learner=learner, rows=rows: learner.forward_backward(rows[:16], LossSpec()), "training")
         del learner, model
+
+
+FIRST_TOKEN = """
+import asyncio, sys
+from rllm.backends.base import SamplingParams
+from rllm.backends.local.backend import LocalBackend
+from rllm.config.load import load_config
+backend = LocalBackend.create(load_config(overrides=["model.path=" + sys.argv[1], "lora.rank=8", "model.dtype=bfloat16"]).config)
+asyncio.run(backend.sample(list(range(20, 276)), SamplingParams(1)))
+print("token", flush=True)
+"""
+
+
+def bench_start(args: argparse.Namespace, config: DecoderConfig) -> None:
+    """From the start of a process to its first sampled token, weights on disk (and in the page cache), compiled kernels kept or not."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, default = Path(name), Path(rllm.__file__).parent / "models" / "default"
+        model = random_decoder(config)
+        save_decoder(model, default, folder)
+        del model
+        torch.cuda.empty_cache()
+        shapes = {
+            "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size, "head_dim": config.head_dim,
+            "num_hidden_layers": config.n_layers, "num_attention_heads": config.n_heads, "vocab_size": config.vocab_size,
+            "num_key_value_heads": config.n_kv_heads, "tie_word_embeddings": config.tied, "max_position_embeddings": 40960,
+            "layer_types": ["full_attention"] * config.n_layers,
+        }  # fmt: skip
+        known = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(known | shapes))
+        seconds = []
+        for run in range(args.repeats + 1):
+            cache = os.environ | {"TRITON_CACHE_DIR": f"{name}/kernels"}
+            started = time.perf_counter()
+            with subprocess.Popen(
+                [sys.executable, "-c", FIRST_TOKEN, name], stdout=subprocess.PIPE, env=cache
+            ) as process:
+                assert process.stdout is not None and process.stdout.readline() == b"token\n"
+                seconds.append(time.perf_counter() - started)
+                process.kill()
+            if not run:
+                print(f"start to first token, kernels compiled anew {seconds[0]:.1f} s", flush=True)
+        print(f"start to first token, kernels cached {statistics.median(seconds[1:]):.1f} s", flush=True)
 
 
 def profile(work: Callable[[], object], title: str) -> None:
@@ -293,7 +366,9 @@ def profile(work: Callable[[], object], title: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["sample", "train", "step"], choices=["sample", "train", "step"])
+    parser.add_argument(
+        "--parts", nargs="+", default=["sample", "train", "step"], choices=["sample", "train", "step", "start"]
+    )
     parser.add_argument("--shapes", default="0.6b", choices=list(SHAPES))
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--prompt", type=int, default=256)
@@ -304,6 +379,8 @@ def main() -> None:
     print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__} | vars(args)))
     if "sample" in args.parts:
         bench_sampling(args, SHAPES[args.shapes])
+    if "start" in args.parts:
+        bench_start(args, SHAPES[args.shapes])
     if "step" in args.parts:
         bench_step(args, SHAPES[args.shapes])
     if "train" in args.parts:

@@ -1,12 +1,15 @@
-"""Small byte-level BPE tokenizers with chat templates that behave as those of real models do.
+"""Tokenizers with the chat templates of two families of models.
 
-`qwen3`: tools and calls in Hermes' form, thinking removed from turns before the last question. `smollm2`: plain ChatML with a default
-system message and no words for tools.
+`qwen3`: built as Qwen3's is (NFC, its way of splitting, tags as tokens) with a small vocabulary, and a template that behaves as Qwen3's
+does: tools and calls in Hermes' form, thinking removed from turns before the last question. `smollm2`: SmolLM2-135M-Instruct's own: plain
+ChatML with a default system message and no words for tools.
 """
 
 from __future__ import annotations
 
 import functools
+import lzma
+from pathlib import Path
 from typing import Any
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -18,13 +21,10 @@ TEXTS = [
     "Ünïcödé → naïve café 東京 は 晴れ 🙂",
 ]
 
-SMOLLM2 = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+# How Qwen2 and Qwen3 split text before merges.
+QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
 QWEN3 = """\
 {%- if tools -%}
 <|im_start|>system
@@ -81,15 +81,45 @@ Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_end|>
 {%- endif -%}"""
 
 
+BOTH = ("qwen3", "smollm2")
+
+
 @functools.cache
-def byte_level(name: str) -> Any:
-    """The tokenizer with the template `name`; every byte is a token, so any text and any broken text can be sampled."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+def chat_tokenizer(name: str) -> Any:
+    """The tokenizer with its template. Bytes are tokens (all in `qwen3`, all but 21 rare ones in `smollm2`), so broken text can be sampled."""
+    return {"qwen3": _qwen3, "smollm2": _smollm2}[name]()
+
+
+def _smollm2() -> Any:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    folder = Path(__file__).with_name("smollm2")
+    raw = Tokenizer.from_str(lzma.decompress(folder.joinpath("tokenizer.json.xz").read_bytes()).decode())
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        unk_token="<|endoftext|>",
+    )
+    tokenizer.chat_template = folder.joinpath("chat_template.jinja").read_text(encoding="utf-8")
+    return tokenizer
+
+
+def _qwen3() -> Any:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
+    raw.normalizer = normalizers.NFC()  # pyright: ignore[reportAttributeAccessIssue]
+    raw.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
+        [
+            pre_tokenizers.Split(Regex(QWEN_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    raw.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     trainer = trainers.BpeTrainer(
         vocab_size=400,
         special_tokens=SPECIAL,
@@ -98,10 +128,9 @@ def byte_level(name: str) -> Any:
         min_frequency=1,
     )
     raw.train_from_iterator(TEXTS, trainer)
-    if name == "qwen3":
-        raw.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    raw.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    tokenizer.chat_template = {"qwen3": QWEN3, "smollm2": SMOLLM2}[name]
+    tokenizer.chat_template = QWEN3
     return tokenizer
 
 

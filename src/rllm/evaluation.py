@@ -16,6 +16,7 @@ from rllm.algorithms.metrics import validation_metrics
 from rllm.backends.base import BASE, DEFAULT_ADAPTER
 from rllm.config.load import Resolved, load_config
 from rllm.config.schema import Config
+from rllm.config.schema_distill import DistillConfig
 from rllm.errors import ConfigError, DataError
 from rllm.gateway.remote import RemoteGateway
 from rllm.lora.files import match_config_to_adapter
@@ -56,21 +57,17 @@ def evaluate(
     if resume and episodes is None:
         raise ConfigError("--resume goes on with a file: name it with --episodes")
     resolved = config if isinstance(config, Resolved) else load_config(base=config, training=False)
-    config = resolved.config.model_copy(deep=True)
-    config.lora.adapter_path = adapter
-    if adapter:
-        config = match_config_to_adapter(config)
-    config.rollout.n_val = max(config.rollout.n_val, *ks)
+    if base_url is not None and resolved.config.rollout.reasoning == "split":
+        raise ConfigError(
+            "rollout.reasoning=split has no meaning with --base-url: the endpoint decides where it tells thoughts; leave it out"
+        )
+    config = _for_evaluation(resolved.config, adapter, ks)
     tasks = dataset_of(dataset, config.data.val_files, "val", config)
     if tasks is None:
         raise DataError("no tasks to evaluate on: give dataset=, or data.val_files=<file or built-in name>")
     started = time.monotonic()
     parts = (agent_flow, workflow_class, workflow_args or {}, evaluator)
-    remote = (
-        RemoteGateway(base_url, model, api_key=api_key, call_timeout_s=config.rollout.call_timeout_s)
-        if base_url
-        else None
-    )
+    remote = _remote(config, base_url, model, api_key) if base_url else None
     about = {
         "flow": getattr(agent_flow or workflow_class, "__name__", str(agent_flow)),
         "model": remote.model_name if remote else config.model.path,
@@ -89,6 +86,24 @@ def evaluate(
             on_episode=file.append if file else None,
         )
     return _result(about, len(tasks), ran, ks, file) | {"seconds": round(time.monotonic() - started, 2)}
+
+
+def _for_evaluation(config: Config, adapter: str | None, ks: Sequence[int]) -> Config:
+    """A copy of `config` that samples with `adapter` and runs enough episodes for `ks`."""
+    config = config.model_copy(deep=True)
+    config.lora.adapter_path = adapter
+    config.distill = DistillConfig()  # nobody is taught here
+    if adapter:
+        config = match_config_to_adapter(config)
+    config.rollout.n_val = max(config.rollout.n_val, *ks)
+    return config
+
+
+def _remote(config: Config, base_url: str, model: str | None, api_key: str | None) -> RemoteGateway:
+    r = config.rollout
+    return RemoteGateway(
+        base_url, model, api_key=api_key, call_timeout_s=r.call_timeout_s, template=r.chat_template_kwargs
+    )
 
 
 @contextlib.contextmanager

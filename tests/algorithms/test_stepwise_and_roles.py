@@ -134,7 +134,7 @@ def test_a_step_reward_that_is_no_finite_number_names_the_step():
 
 def test_settings_for_a_role_that_nobody_has_are_refused():
     groups = group_by_role([("t", turns(0.0)), ("t", turns(0.0, role="judge"))])
-    check_role_names(groups, {"judge": None})
-    check_role_names([], {"judge": None})
+    check_role_names(groups, {"judge": None}, "algorithm.per_role")
+    check_role_names([], {"judge": None}, "algorithm.per_role")
     with pytest.raises(ConfigError, match=r"role 'jugde'; the roles are judge, solver; did you mean 'judge'\?"):
-        check_role_names(groups, {"jugde": None})
+        check_role_names(groups, {"jugde": None}, "algorithm.per_role")

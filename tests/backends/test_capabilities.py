@@ -30,6 +30,11 @@ ASKS = {
     "devices": (frozenset({"cpu"}), ["model.device=cuda:1"], r"model\.device=cuda: .*it can do auto, cpu"),
     "dtypes": (frozenset({"float32"}), ["model.dtype=bfloat16"], r"model\.dtype=bfloat16: .*it can do auto, float32"),
     "quantization": (frozenset({"none"}), ["model.quantization=nf4"], r"model\.quantization=nf4: .*it can do none"),
+    "teachers": (
+        frozenset({"endpoint"}),
+        ["distill.teacher=default"],
+        r"distill\.teacher=model: .*it can do endpoint",
+    ),
 }
 ABLE = Capabilities(
     full_finetuning=True,
@@ -40,6 +45,7 @@ ABLE = Capabilities(
     devices=frozenset({"cpu", "cuda"}),
     dtypes=frozenset({"float32", "bfloat16"}),
     quantization=frozenset({"none", "nf4"}),
+    teachers=frozenset({"model", "endpoint"}),
 )
 
 
@@ -57,6 +63,10 @@ def test_asking_for_what_the_backend_cannot_do_is_refused_and_only_that(monkeypa
     with pytest.raises(ConfigError, match=f"^argument: {message}"):
         refuse_impossible(resolved.config, resolved.provenance)
     refuse_impossible(load_config(overrides=["algorithm.loss=ppo_clip"]).config, training=capability != "losses")
+    if capability == "teachers":
+        with pytest.raises(ConfigError, match=r"distill\.base_url=endpoint: .*it can do model"):
+            monkeypatch.setitem(base.CAPABILITIES, "local", replace(ABLE, teachers=frozenset({"model"})))
+            refuse_impossible(load_config(overrides=["distill.base_url=http://x/v1"]).config)
 
 
 def test_a_cap_on_the_rank_holds_for_every_role_and_pattern(monkeypatch):

@@ -118,3 +118,54 @@ def test_a_kl_weight_is_taken_with_each_reference():
         assert (config.algorithm.kl_beta, config.algorithm.reference) == (0.1, reference)
     full = load_config(overrides=["lora.rank=0", "algorithm.kl_in_reward=0.1"]).config
     assert full.algorithm.kl_in_reward == 0.1
+
+
+def test_a_limit_that_no_completion_comes_to_is_refused():
+    short = ["data.max_prompt_length=100", "data.max_response_length=60"]
+    with pytest.raises(ConfigError, match=r"rollout\.max_tokens=160: prompt and completion have 160 tokens together"):
+        load_config(overrides=[*short, "rollout.max_tokens=160"])
+    with pytest.raises(ConfigError, match=r"rollout\.max_tokens=64: prompt and completion have 64 tokens"):
+        load_config(overrides=[*short, "rollout.max_tokens=64", "model.max_model_len=64"])
+    load_config(overrides=[*short, "rollout.max_tokens=159"])
+    load_config(overrides=[*short, "rollout.max_tokens=1000"], training=False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "note"),
+    [
+        (
+            ["algorithm.loss=reinforce", "algorithm.clip_ratio_high=0.3"],
+            "clip_ratio_high=0.3 has no effect: algorithm.loss=rein",
+        ),
+        (
+            ["algorithm.loss=dro", "algorithm.clip_ratio_c=0"],
+            "clip_ratio_c=0.0 has no effect: algorithm.loss=dro has no dual clip",
+        ),
+        (["algorithm.loss=cispo", "algorithm.clip_ratio_c=5"], "clip_ratio_c=5.0 has no effect"),
+        (["algorithm.loss_scale_factor=64"], "loss_scale_factor=64.0 has no effect: loss_agg_mode is token-mean"),
+        (["algorithm.adv_estimator=rloo", "algorithm.grpo_std=none"], "grpo_std=none has no effect"),
+        (["algorithm.adv_estimator=reinforce", "algorithm.zero_std=keep"], "zero_std=keep has no effect"),
+        (["algorithm.kl_estimator=k2"], "kl_estimator=k2 has no effect: algorithm.kl_beta is 0"),
+        (["algorithm.overlong_penalty=2"], "overlong_penalty=2.0 has no effect: algorithm.overlong_buffer is 0"),
+        (["algorithm.rejection_sampling.max_batches=3"], "rejection_sampling.max_batches has no effect"),
+        (
+            ["optim.warmup_steps=2", "optim.warmup_ratio=0.5"],
+            "optim.warmup_ratio=0.5 has no effect: optim.warmup_steps=2 wins",
+        ),
+        (["trainer.total_steps=5", "trainer.test_freq=9"], "trainer.test_freq=9 has no effect: the run has 5 steps"),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_noted(overrides, note):
+    assert any(note in said for said in load_config(overrides=overrides).notes)
+
+
+def test_settings_that_are_read_are_not_noted():
+    for overrides in (
+        ["algorithm.loss=cispo", "algorithm.clip_ratio_high=0.3"],
+        ["algorithm.per_role={judge: {loss: ppo_clip}}", "algorithm.loss=reinforce", "algorithm.clip_ratio_high=0.3"],
+        ["algorithm.adv_estimator=rloo", "algorithm.per_role={judge: grpo}", "algorithm.grpo_std=none"],
+        ["algorithm.kl_beta=0.1", "algorithm.kl_estimator=k2"],
+        ["algorithm.overlong_buffer=4", "algorithm.overlong_penalty=2"],
+        ["trainer.total_steps=5", "trainer.test_freq=5", "trainer.save_freq=2"],
+    ):
+        assert not any("has no effect" in said for said in load_config(overrides=overrides).notes), overrides

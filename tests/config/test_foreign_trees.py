@@ -57,7 +57,7 @@ def test_the_longest_group_that_holds_a_key_says_its_reason():
     [
         ("custom_reward_function.path=my_reward.py", "write the function with @rllm.evaluator; allowed: null"),
         ("reward.reward_model.enable=True", "rewards come from the evaluator"),
-        ("distillation.enabled=True", "no teacher"),
+        ("distillation.enabled=True", "distill.teacher or distill.base_url"),
         ("data.custom_cls.path=x.py", "give AgentTrainer(train_dataset=...)"),
         (f"{MODEL}.custom_chat_template=x", "the chat template is the one in model.path"),
         (f"{MODEL}.override_config={{num_hidden_layers:2}}", "config.json"),
@@ -69,7 +69,6 @@ def test_the_longest_group_that_holds_a_key_says_its_reason():
         ("algorithm.rollout_correction.capp=3", "unknown key 'algorithm.rollout_correction.capp'; did you mean"),
         ("rllm.rejection_sample.enabel=True", "unknown key 'rllm.rejection_sample.enabel'; did you mean"),
         ("algorithm.filter_groups.metrik=acc", "unknown key 'algorithm.filter_groups.metrik'; did you mean"),
-        ("trainer.resume_from_path=runs/x", "resume is not there yet"),
         ("rllm.workflow.workflow_args.gamma=0.9", "not discounted"),
     ],
 )

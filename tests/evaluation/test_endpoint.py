@@ -18,6 +18,7 @@ from typing import Any
 
 import openai
 import pytest
+from chat_tokenizers import ScriptedBackend, chat_tokenizer
 
 import rllm
 from rllm.errors import ConfigError, RunError, UserError
@@ -99,6 +100,42 @@ def test_the_records_hold_no_token_ids_but_the_text_streamed_or_not_for_its_traj
     assert (a.steps[0].model_response, b.steps[0].model_response, b.output) == ("yes 1", "yes 2", "yes 2")
     assert a.steps[0].chat_completions[0]["content"] == "first"
     assert not a.steps[0].response_ids and not b.steps[0].response_ids
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_a_flow_that_returns_nothing_is_recorded_with_its_tool_calls_over_both_apis(
+    evaluate: Evaluate, api: str, streamed: bool, tmp_path: Path
+) -> None:
+    scripted: Any = ScriptedBackend(chat_tokenizer("qwen3"))
+    scripted.script = lambda _: 'yes\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+    @rllm.rollout
+    async def calls(task: Task, config: AgentConfig) -> None:
+        function: Any = {"name": "f", "parameters": {"type": "object"}}
+        async with openai.AsyncOpenAI(base_url=config.base_url, api_key=config.api_key) as client:
+            if api == "chat":
+                tools: Any = [{"type": "function", "function": function}]
+                messages: Any = [{"role": "user", "content": task.id}]
+                made: Any = client.chat.completions.create(
+                    model=config.model, messages=messages, tools=tools, stream=streamed
+                )
+            else:
+                tools = [{"type": "function", "strict": None, **function}]
+                made = client.responses.create(model=config.model, input=task.id, tools=tools, stream=streamed)
+            answer = await made
+            if streamed:
+                assert [event async for event in answer]
+
+    with Gateway(scripted) as gateway:
+        result = evaluate(calls, tasks=1, url=f"{gateway.url}/v1", episodes=tmp_path / "e.jsonl")
+    assert (result["failed"], result["metrics"]["val/d/pass@1"]) == (0, 1.0)
+    assert scripted.params[0].max_tokens == 40
+    [trajectory] = Episode.from_dict(json.loads((tmp_path / "e.jsonl").read_text().split("\n")[1])).trajectories
+    asked, answered = trajectory.steps[0].chat_completions
+    assert asked == {"role": "user", "content": "t0"} and answered["content"] == "yes"
+    assert [call["function"] for call in answered["tool_calls"]] == [{"name": "f", "arguments": '{"a": 1}'}]
+    assert trajectory.steps[0].finish_reason == "tool_calls"
 
 
 def test_a_workflow_runs_against_it_too(evaluate: Evaluate, backend: Any) -> None:

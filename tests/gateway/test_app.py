@@ -118,6 +118,8 @@ def test_models_lists_what_is_served_and_each_name_picks_its_weights(backend: An
         httpx.Client(base_url=gateway.url) as http,
     ):
         assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["mine", "echo"]
+        assert openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="x").models.retrieve("echo").id == "echo"
+        assert http.get("/v1/models/gpt-9").json()["error"]["code"] == "model_not_found"
         for name in ("mine", "echo"):
             assert ask(http, model=name).json()["model"] == name
         wrong = ask(http, model="gpt-9")

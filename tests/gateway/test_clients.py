@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from chat_tokenizers import ScriptedBackend, byte_level
+from chat_tokenizers import BOTH, ScriptedBackend, chat_tokenizer
 
 from rllm.gateway.server import Gateway
 from rllm.types import AgentConfig, new_id
@@ -24,10 +24,10 @@ CHAT_TOOLS: Any = [{"type": "function", "function": {"name": "get_weather", "par
 TOOLS: Any = [{"type": "function", "name": "get_weather", "parameters": PARAMETERS, "strict": True}]
 
 
-@pytest.fixture(scope="module", params=["qwen3", "smollm2"])
+@pytest.fixture(scope="module", params=BOTH)
 def weather(request: Any) -> Iterator[Gateway]:
     """A model that asks a tool first, and answers when it was told."""
-    backend = ScriptedBackend(byte_level(request.param))
+    backend = ScriptedBackend(chat_tokenizer(request.param))
 
     def script(ids: list[int]) -> str:
         told = backend.tokenizer.decode(ids).rpartition("sunny in ")
@@ -134,7 +134,8 @@ def test_a_response_that_was_cut_is_incomplete(weather: Gateway) -> None:
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
         ({"input": []}, "input"),
         ({"input": None}, "input"),
-        ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
+        ({"input": [{"type": "reasoning", "summary": [{"text": 5}]}]}, "input"),
+        ({"input": [{"type": "reasoning", "content": 5}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": None}]}, "input"),
         ({"instructions": 5}, "input"),
@@ -173,6 +174,68 @@ def test_the_openai_agents_sdk_runs_an_agent_with_a_tool(weather: Gateway, api: 
 
     assert asyncio.run(run()) == "It is sunny in Paris."
     check_record(session, list(session.recorded()))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("api", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+@pytest.mark.parametrize("template", BOTH)
+def test_agents_of_two_roles_that_hand_over_are_each_recorded_with_their_own_adapter(
+    template: str, api: str, streamed: bool
+) -> None:
+    agents = pytest.importorskip("agents")
+    agents.set_tracing_disabled(True)
+    backend = ScriptedBackend(chat_tokenizer(template))
+
+    def script(ids: list[int]) -> str:
+        text = backend.tokenizer.decode(ids)
+        if "transfer_to_forecaster" in text and "You forecast" not in text:
+            return '<tool_call>\n{"name": "transfer_to_forecaster", "arguments": {}}\n</tool_call>'
+        return "It is sunny." if "sunny in " in text else CALL
+
+    backend.script = script
+
+    @agents.function_tool
+    def get_weather(city: str) -> str:
+        """Weather of a city."""
+        return f"sunny in {city}"
+
+    async def run(config: AgentConfig) -> Any:
+        async with openai.AsyncOpenAI(base_url=config.url_for("desk"), api_key="x") as client:
+            there = client.with_options(base_url=config.url_for("forecaster"))
+            forecaster = agents.Agent(
+                name="forecaster",
+                instructions="You forecast.",
+                model=getattr(agents, api)(config.model_for("forecaster"), there),
+                tools=[get_weather],
+            )
+            desk = agents.Agent(
+                name="desk",
+                instructions="You send people on.",
+                model=getattr(agents, api)(config.model_for("desk"), client),
+                handoffs=[forecaster],
+            )
+            if not streamed:
+                return await agents.Runner.run(desk, "weather in Paris?")
+            result = agents.Runner.run_streamed(desk, "weather in Paris?")
+            async for _ in result.stream_events():
+                pass
+            return result
+
+    with Gateway(backend, roles=("desk", "forecaster")) as gateway:  # pyright: ignore[reportArgumentType]
+        session, config = open_config(gateway)
+        result = asyncio.run(run(config))
+    assert (result.final_output, result.last_agent.name) == ("It is sunny.", "forecaster")
+    desk, look, tell = session.recorded().values()
+    assert [(c.trajectory, c.output.adapter) for c in (desk, look, tell)] == [
+        ("desk", "desk"),
+        ("forecaster", "forecaster"),
+        ("forecaster", "forecaster"),
+    ]
+    assert [c.output.finish_reason for c in (desk, look, tell)] == ["tool_calls", "tool_calls", "stop"]
+    assert (desk.extends, look.extends, tell.extends) == (None, None, look.output.id)
+    assert [
+        (c.output.prompt_ids, c.output.completion_ids, c.output.logprobs) for c in (desk, look, tell)
+    ] == backend.said
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")

@@ -4,18 +4,21 @@ that were sampled. The tokenizer and templates are real; the tokens come from a 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import random
+import unicodedata
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from chat_tokenizers import ScriptedBackend, byte_level
+from chat_tokenizers import ScriptedBackend, chat_tokenizer
 
 from rllm.algorithms.datums import rows_of
 from rllm.gateway.chat import ChatModel, Piece
 from rllm.gateway.messages import plain_messages, plain_tools
 from rllm.gateway.recorder import Call, Session
+from rllm.gateway.render import Renderer
 from rllm.gateway.requests import call_params
 from rllm.types import ModelOutput, Step, Trajectory
 
@@ -29,6 +32,7 @@ ARGUMENTS: list[Any] = [
     {"a": 1},
     {"z": [1, {"y": None}], "a": "→ <|im_end|>"},
     {"text": "</tool_call>"},
+    {"text": "</think> or <think>"},
     {"n": 1.5, "b": True},
 ]
 BROKEN = [
@@ -44,16 +48,23 @@ TOOLS = [
 ]
 
 
+@functools.cache
+def model_of(template: str) -> ChatModel:
+    """One for all conversations: to look through a vocabulary takes longer than to talk."""
+    return ChatModel(ScriptedBackend(chat_tokenizer(template)))  # pyright: ignore[reportArgumentType]
+
+
 class Client:
     """One conversation, driven by a seed."""
 
     def __init__(self, seed: int):
         self.rng = random.Random(seed)
         self.template = self.rng.choice(["qwen3", "smollm2"])
-        self.tokenizer = byte_level(self.template)
-        self.backend: Any = ScriptedBackend(self.tokenizer)
+        self.model, self.session = model_of(self.template), Session("s")
+        self.backend: Any = self.model.backend
+        self.tokenizer = self.backend.tokenizer
         self.backend.script = lambda _: self.tokens
-        self.model, self.session = ChatModel(self.backend), Session("s")
+        self.backend.said.clear()
         self.tools = TOOLS if self.rng.random() < 0.6 else None
         self.messages: list[dict[str, Any]] = []
         self.last: Call | None = None
@@ -125,6 +136,8 @@ class Client:
                 call["function"]["arguments"] = arguments
             elif how == 2:
                 call["id"] = f"call_{self.rng.random()}"
+        if self.rng.random() < 0.7:
+            kept.pop("reasoning_content", None)
         if kept.get("tool_calls") and self.rng.random() < 0.3:
             kept["content"] = None
         self.messages.append(kept)
@@ -132,7 +145,8 @@ class Client:
     def turn(self) -> None:
         self.speak()
         self.next_answer()
-        params = call_params({"max_tokens": self.rng.choice([4, 1000, 1000, 1000])})
+        split = self.rng.choice([None, True])
+        params = call_params({"max_tokens": self.rng.choice([4, 1000, 1000, 1000]), "separate_reasoning": split})
         tools = plain_tools(self.tools, None, None)
         plain = plain_messages(self.messages)
         prompt = self.model.chat_prompt(plain, self.session, None, tools)
@@ -147,14 +161,16 @@ class Client:
         self.keep(call.answer)
 
     async def streamed(self, prepared: Any) -> ModelOutput:
-        text, ids, logprobs, output = "", [], [], None
+        text, thought, ids, logprobs, output = "", "", [], [], None
         async for part in self.model.stream(prepared):
             if isinstance(part, Piece):
-                text, ids, logprobs = text + part.text, ids + part.ids, logprobs + part.logprobs
+                text, thought = text + part.text, thought + part.thought
+                ids, logprobs = ids + part.ids, logprobs + part.logprobs
             else:
                 output = part
         assert output is not None
         assert (text, ids, logprobs) == (output.content, output.completion_ids, output.logprobs)
+        assert thought == (output.reasoning if prepared.apart else "")
         return output
 
     def check(self, call: Call, plain: list[Any], tools: Any) -> None:
@@ -169,7 +185,7 @@ class Client:
             assert not output.tool_calls
         text = self.tokenizer.decode(output.prompt_ids)
         if call.extends is None:
-            assert text == self.template_text(plain, tools)
+            assert text == self.as_read(self.template_text(plain, tools))
         else:
             earlier = self.session.recorded()[call.extends].output
             known = [*earlier.prompt_ids, *earlier.completion_ids]
@@ -189,8 +205,11 @@ class Client:
 
     def template_text(self, plain: list[Any], tools: Any) -> str:
         """The chat as the template writes it, without any care for markers; what is no character replaced, as Unicode says."""
-        bare = Plain(self.tokenizer)
-        return bare.text(plain, list(tools.tools) if tools else [])
+        return without_cuts(self.template).text(plain, list(tools.tools) if tools else [])
+
+    def as_read(self, text: str) -> str:
+        """What the tokenizer makes of a text before it splits it: Qwen's composes accents."""
+        return unicodedata.normalize("NFC", text) if self.template == "qwen3" else text
 
     def check_rows(self) -> None:
         calls = self.session.recorded()
@@ -212,17 +231,12 @@ class Client:
         )
 
 
-class Plain:
+@functools.cache
+def without_cuts(template: str) -> Renderer:
     """A second rendering that cuts no markers: what `Renderer` must come to as text."""
-
-    def __init__(self, tokenizer: Any):
-        from rllm.gateway.render import Renderer
-
-        self.renderer = Renderer(tokenizer)
-        self.renderer.markers = self.renderer._tool_markers = ()
-
-    def text(self, plain: list[Any], tools: list[Any]) -> str:
-        return self.renderer.text(plain, tools)
+    bare = Renderer(chat_tokenizer(template))
+    bare.markers = bare._tool_markers = ()
+    return bare
 
 
 def split(rng: random.Random, text: str) -> list[str]:

@@ -40,10 +40,21 @@ def told(text: str) -> tuple[str, list[tuple[str, Any]]]:
         (f"<think>I could {GOOD}</think>no", f"<think>I could {GOOD}</think>no", []),
         (f"<think>so {GOOD}", f"<think>so {GOOD}", []),
         (f"<think>hm</think>\n{GOOD}", "<think>hm</think>", [("f", {"a": 1})]),
+        (f"opened by the template {GOOD}</think>{GOOD}", f"opened by the template {GOOD}</think>", [("f", {"a": 1})]),
+        *(
+            (f'<tool_call>{{"name": "f", "arguments": {{"a": "{tag}"}}}}</tool_call>', "", [("f", {"a": tag})])
+            for tag in ("<think>", "</think>", "<think>so</think>", "<tool_call>")
+        ),
     ],
 )
 def test_calls_are_read_and_the_rest_is_content(text: str, content: str, calls: list[Any]) -> None:
     assert told(text) == (content, calls)
+
+
+def test_in_a_thought_that_the_prompt_opened_nothing_is_a_call_before_its_end() -> None:
+    assert parse_calls(f"hm {GOOD}", thinking=True) == (f"hm {GOOD}", [])
+    content, calls = parse_calls(f"hm {GOOD}</think>\n{GOOD}", thinking=True)
+    assert content == f"hm {GOOD}</think>" and len(calls) == 1
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ GOOD: dict[str, dict[str, Any]] = {
 NAMES = [
     "model", "messages", "prompt", "input", "instructions", "n", "stream", "stream_options", "logprobs", "top_logprobs", "max_tokens",
     "max_completion_tokens", "max_output_tokens", "temperature", "top_p", "top_k", "seed", "stop", "tools", "tool_choice",
-    "parallel_tool_calls", "response_format", "return_token_ids", "chat_template_kwargs", "metadata", "user", "presence_penalty",
+    "parallel_tool_calls", "response_format", "return_token_ids", "chat_template_kwargs", "separate_reasoning", "metadata", "user", "presence_penalty",
     "logit_bias", "echo", "suffix", "text", "reasoning", "store", "include", "temprature", "\ud800",
 ]  # fmt: skip
 TEXT = st.one_of(
@@ -59,6 +59,7 @@ MESSAGE = st.one_of(
             "arguments": JSON,
             "call_id": JSON,
             "output": JSON,
+            "summary": JSON,
         },
     ),
 )

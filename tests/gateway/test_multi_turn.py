@@ -8,7 +8,7 @@ import logging
 from typing import Any
 
 import pytest
-from chat_tokenizers import ScriptedBackend, byte_level
+from chat_tokenizers import ScriptedBackend, chat_tokenizer
 
 from rllm.algorithms.datums import rows_of
 from rllm.gateway.chat import ChatModel
@@ -31,7 +31,7 @@ class Talk:
     """One session of one model, and what a client keeps of it."""
 
     def __init__(self, template: str):
-        self.tokenizer = byte_level(template)
+        self.tokenizer = chat_tokenizer(template)
         self.backend: Any = ScriptedBackend(self.tokenizer)
         self.model, self.session = ChatModel(self.backend), Session("s")
         self.messages: list[dict[str, Any]] = []
@@ -294,8 +294,18 @@ def test_settings_of_the_template_are_passed_on() -> None:
     assert talk.text(first).endswith("<think>\n\n</think>\n\n")
 
 
+def test_settings_of_the_template_hold_where_a_call_gives_none() -> None:
+    talk = Talk("qwen3")
+    talk.model = ChatModel(talk.backend, template={"enable_thinking": False})
+    assert talk.text(talk.ask("hi", "hello")).endswith("<think>\n\n</think>\n\n")
+    thinks = talk.ask("hi", "hello", chat_template_kwargs={"enable_thinking": True})
+    assert not talk.text(thinks).endswith("<think>\n\n</think>\n\n")
+    gateway = Gateway(talk.backend, template={"enable_thinking": False})
+    assert gateway.model.template == {"enable_thinking": False}
+
+
 def test_the_gateway_counts_training_sessions_when_they_close(tokenizer: Any) -> None:
-    backend: Any = ScriptedBackend(byte_level("smollm2"))
+    backend: Any = ScriptedBackend(chat_tokenizer("smollm2"))
     gateway = Gateway(backend)
     for validation in (False, True):
         session = gateway.open_session(f"s{validation}", is_validation=validation)

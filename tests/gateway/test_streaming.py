@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from chat_tokenizers import BOTH, ScriptedBackend, chat_tokenizer
 
 from rllm.backends.base import Completion
 from rllm.gateway.server import Gateway
@@ -162,6 +163,23 @@ def test_a_stream_says_all_that_the_whole_answer_says(gateway: Gateway, backend:
         assert [t for part in parts for t in part.get("token_ids", [])] == expected["token_ids"]
         assert parts[-1]["prompt_token_ids"] == expected["prompt_token_ids"]
         assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["stop"]
+
+
+@pytest.mark.parametrize("template", BOTH)
+def test_the_bytes_of_logprobs_come_to_the_text_where_characters_are_split_over_tokens(template: str) -> None:
+    scripted: Any = ScriptedBackend(chat_tokenizer(template))
+    scripted.script = lambda _: "naïve 東京 🙂 \n\tdone"
+    body = {"messages": HELLO, "logprobs": True, "return_token_ids": True}
+    with Gateway(scripted) as gateway:
+        [whole] = httpx.post(f"{gateway.url}/v1/chat/completions", json=body).json()["choices"]
+        told = events(httpx.post(f"{gateway.url}/v1/chat/completions", json=body | {"stream": True}))
+    content = whole["logprobs"]["content"]
+    assert len(content) == len(whole["token_ids"]) and any("\ufffd" in token["token"] for token in content)
+    text = b"".join(bytes(token["bytes"]) for token in content).decode()
+    assert text == whole["message"]["content"] + "<|im_end|>" == scripted.script(None) + "<|im_end|>"
+    parts = [choice for event in told for choice in event["choices"]]
+    assert [t for part in parts for t in (part["logprobs"] or {}).get("content", [])] == content
+    assert "".join(part["delta"].get("content") or "" for part in parts) == whole["message"]["content"]
 
 
 def test_a_stop_text_and_its_beginnings_never_reach_the_client(gateway: Gateway, backend: Any) -> None:

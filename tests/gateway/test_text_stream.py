@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
-from chat_tokenizers import byte_level
+from chat_tokenizers import chat_tokenizer
 
 from rllm.gateway.render import Renderer
 from rllm.gateway.text_stream import TextStream
 
 
 def pieces(text: str, *, chunk: int = 1, **how) -> list[str]:
-    renderer = Renderer(byte_level("qwen3"))
+    renderer = Renderer(chat_tokenizer("qwen3"))
     ids = renderer.tokenize(text)
     stream = TextStream(renderer.decode, **how)
     return [stream.push(ids[i : i + chunk]) for i in range(0, len(ids), chunk)]
@@ -44,7 +44,7 @@ def test_from_a_tool_call_on_nothing_is_shown_nor_the_spaces_before_it() -> None
 
 @pytest.mark.parametrize("seed", range(30))
 def test_random_tokens_come_to_the_same_text_as_decoded_at_once(seed: int) -> None:
-    renderer, rng = Renderer(byte_level("qwen3")), random.Random(seed)
+    renderer, rng = Renderer(chat_tokenizer("qwen3")), random.Random(seed)
     ids = [rng.randrange(len(renderer.tokenizer)) for _ in range(200)]
     stream, shown, i = TextStream(renderer.decode), "", 0
     while i < len(ids):

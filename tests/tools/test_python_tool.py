@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import socket
@@ -77,6 +78,16 @@ def test_output_is_limited_while_it_is_written() -> None:
         "import pathlib; pathlib.Path('FOLDER/x').mkdir()",
         "import os; os.remove('FOLDER/there')",
         "import os; os.rename('FOLDER/there', 'here')",
+        "import os; os.utime('FOLDER/there', (5, 5))",
+        "import os; os.setxattr('FOLDER/there', 'user.a', b'1')",
+        "import os; os.open('x', os.O_CREAT | os.O_WRONLY, dir_fd=os.open('FOLDER', os.O_RDONLY))",
+        "import os; os.unlink('there', dir_fd=os.open('FOLDER', os.O_RDONLY))",
+        "import os; os.symlink('FOLDER/x', 'link'); open('link', 'w')",
+        "import sqlite3; sqlite3.connect('FOLDER/x').execute('create table a (b)')",
+        "import sqlite3, pathlib; sqlite3.connect(pathlib.Path('FOLDER/x')).execute('create table a (b)')",
+        "import sqlite3; sqlite3.connect('file:FOLDER/x?mode=rwc', uri=True).execute('create table a (b)')",
+        "import resource, os; resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (9, 9))",
+        "import sys; sys.audit('sys.remote_exec', 1, 'x')",
     ],
 )
 def test_network_programs_and_files_elsewhere_are_refused(code: str, tmp_path: Path) -> None:
@@ -86,6 +97,44 @@ def test_network_programs_and_files_elsewhere_are_refused(code: str, tmp_path: P
         text = run(code.replace("PORT", str(server.getsockname()[1])).replace("FOLDER", str(tmp_path)))
     assert text.startswith("error: ") and ("not allowed" in text or "only" in text)
     assert list(tmp_path.iterdir()) == [there]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; os.mkfifo('FOLDER/x')",
+        "import os; os.mknod('FOLDER/x')",
+        "import os, signal; signal.pidfd_send_signal(os.pidfd_open(os.getppid()), 0)",
+        "import os; os.setpriority(os.PRIO_PROCESS, os.getppid(), 0)",
+        "import os; os.sched_setaffinity(os.getppid(), [0])",
+        "import posix; posix.mkfifo('FOLDER/x')",
+    ],
+)
+def test_what_no_hook_hears_of_is_taken_away(code: str, tmp_path: Path) -> None:
+    assert "has no attribute" in run(code.replace("FOLDER", str(tmp_path))) and list(tmp_path.iterdir()) == []
+
+
+def has_landlock() -> bool:
+    return sys.platform.startswith("linux") and ctypes.CDLL(None).syscall(444, None, 0, 1) >= 1
+
+
+@pytest.mark.skipif(not has_landlock(), reason="the kernel has no Landlock")
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sqlite3; sqlite3.connect(':memory:').execute(\"attach 'FOLDER/x' as a\")",
+        "import readline; readline.write_history_file('FOLDER/x')",
+    ],
+)
+def test_the_kernel_refuses_what_native_code_writes_elsewhere(code: str, tmp_path: Path) -> None:
+    text = run(code.replace("FOLDER", str(tmp_path)))
+    assert text.startswith("error: ") and list(tmp_path.iterdir()) == []
+
+
+def test_a_data_base_in_the_working_folder_is_allowed_and_the_number_of_files_is_limited() -> None:
+    assert run("import sqlite3; sqlite3.connect('a').execute('create table a (b)'); print('made')") == "made"
+    code = "for i in range(100):\n    open(str(i), 'w').close()"
+    assert "more than 64 files were written" in run(code)
 
 
 def test_no_variable_of_this_process_reaches_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +147,7 @@ def test_network_can_be_allowed() -> None:
         port = server.getsockname()[1]
         code = f"import socket; socket.create_connection(('127.0.0.1', {port}), 5); print('through')"
         assert run(code, PythonTool(network=True)) == "through"
+    assert "os.system is not allowed" in run("import os; os.system('true')", PythonTool(network=True))
 
 
 def test_calls_side_by_side_do_not_see_each_other_and_leave_nothing(

@@ -170,13 +170,23 @@ def test_calls_written_as_text_are_found_in_order() -> None:
         ("x", '{"b": 2}', None),
     ]
     assert parse_tool_calls("no call") == []
+    assert parse_tool_calls('<think>maybe <tool_call>{"name": "add", "arguments": {}}</tool_call></think>') == []
+    assert [c.name for c in parse_tool_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}')] == ["add"]
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ('<tool_call>{"name": "add", "arguments": {"a": 1,</tool_call>', "error: the tool call is not valid JSON"),
-        ('<tool_call>{"name": "add", "arguments": {"a": 1}}', "error: the tool call does not end with </tool_call>"),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1}} so', "error: the tool call does not end with </tool_call>"),
+        (
+            '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+            "error: the tool call is not valid JSON: NaN",
+        ),
+        (
+            '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
+            "error: the tool call is no valid Unicode",
+        ),
         ('<tool_call>{"name": "add"}</tool_call>', "error: the tool call has no arguments"),
         ('<tool_call>{"arguments": {}}</tool_call>', "error: the tool call names no tool"),
         ("<tool_call>[]</tool_call>", "error: the tool call names no tool"),

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from test_trainer import ask, flow_of, lines, train
 
 import rllm
-from rllm.errors import ConfigError, RunError
+from rllm.errors import ConfigError, DataError, RunError
 
 ONE_STEP = {"total_steps": 1}
 
@@ -198,3 +198,8 @@ def test_what_the_backend_cannot_do_leaves_no_run_folder(tmp_path):
     with pytest.raises(ConfigError, match=r"rollout\.top_p=0\.5"):
         train(tmp_path, rollout={"top_p": 0.5})
     assert not (tmp_path / "runs").exists()
+
+
+def test_validation_alone_needs_tasks(tmp_path):
+    with pytest.raises(DataError, match=r"trainer\.val_only=true: there are no validation tasks; give val_dataset="):
+        train(tmp_path, flow_of(ask), by_turns(0.0), val=0, trainer={"val_only": True})

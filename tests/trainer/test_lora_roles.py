@@ -131,3 +131,9 @@ def test_what_was_learned_before_a_run_stops_is_saved(tmp_path):
     with pytest.raises(RunError, match=r"(?s)no more.*what was learned in 1 steps is saved in .*adapter-at-stop"):
         train(tmp_path, flow_with("f", lambda config: config.model), breaks_later, val=0)
     assert (tmp_path / "runs" / "latest" / "adapter-at-stop" / "adapter_config.json").is_file()
+
+
+def test_roles_with_adapters_save_adapters_whatever_the_shared_rank_says(tmp_path):
+    result = train(tmp_path, lora={"rank": 0} | ROLES["lora"], trainer={"total_steps": 1}, val=0)
+    assert (result["adapter"], result["model"]) == ("adapter", None)
+    assert (tmp_path / "runs" / "latest" / "adapter" / "judge" / "adapter_config.json").is_file()

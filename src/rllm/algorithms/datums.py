@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rllm.algorithms.advantages import RewardGroup, estimate, is_uniform, returns
+from rllm.algorithms.distillation import TokenAdvantages
 from rllm.algorithms.grouping import Accounting
 from rllm.algorithms.spec import Datum, Std
 from rllm.config.names import GROUP_RELATIVE
@@ -74,17 +75,23 @@ def build_datums(
     stepwise: Literal["broadcast", "per_step"] = "broadcast",
     gamma: float = 1.0,
     per_role: Mapping[str, str] | None = None,
+    token_advantages: TokenAdvantages | None = None,
 ) -> list[Datum]:
     """Rows of every trained trajectory. What has no signal is counted in `account` and, by default, left out.
 
     `per_role` names the estimators of single roles. `stepwise` broadcast: all steps of a trajectory have the advantage of its reward.
     per_step: each step has a reward of its own (see `step_rewards`), and the discounted returns of those of one task, role and step
-    index are compared; a step without a signal is not trained, and a trajectory without any is dropped.
+    index are compared; a step without a signal is not trained, and a trajectory without any is dropped. `token_advantages` take the
+    place of those or are added to them; a step that has some always has a signal.
     """
+    extra = token_advantages or TokenAdvantages()
     advantages: dict[int, list[Advantage | None]] = {}
     reasons: dict[int, str] = {}
     for role, members in _by_role(groups).items():
         name = (per_role or {}).get(role, estimator)
+        if extra.replace and all(id(s) in extra.values for g in members for t in g.trajectories for s in t.steps):
+            advantages |= {id(t): [None] * len(t.steps) for g in members for t in g.trajectories}
+            continue
         if name == "precomputed":
             advantages |= {id(t): [_carried(t, step) for step in t.steps] for g in members for t in g.trajectories}
             continue
@@ -101,7 +108,7 @@ def build_datums(
                     reasons[id(sample.trajectory)] = reason
     data: list[Datum] = []
     for trajectory in (t for group in groups for t in group.trajectories):
-        own = advantages[id(trajectory)]
+        own = [extra.of(step, value) for step, value in zip(trajectory.steps, advantages[id(trajectory)], strict=True)]
         rows = rows_of(trajectory, own)
         if not rows:
             account.dropped[reasons[id(trajectory)]] += 1
@@ -116,15 +123,15 @@ def build_datums(
     return data
 
 
-def check_role_names(groups: Sequence[TrajectoryGroup], per_role: Collection[str]) -> None:
-    """Raise a `ConfigError` if ``algorithm.per_role`` names a role that no trajectory has: its settings would do nothing."""
+def check_role_names(groups: Sequence[TrajectoryGroup], named: Collection[str], key: str) -> None:
+    """Raise a `ConfigError` if `named`, the roles that the setting `key` names, has one that no trajectory has: it would do nothing."""
     roles = {group.role for group in groups}
-    unknown = sorted(set(per_role) - roles)
+    unknown = sorted(set(named) - roles)
     if roles and unknown:
         near = difflib.get_close_matches(unknown[0], roles, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
-            f"algorithm.per_role: no trajectory has the role {unknown[0]!r}; the roles are {', '.join(sorted(roles))}{hint}"
+            f"{key}: no trajectory has the role {unknown[0]!r}; the roles are {', '.join(sorted(roles))}{hint}"
         )
 
 

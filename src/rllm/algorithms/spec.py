@@ -16,6 +16,8 @@ DEFAULT_ADAPTER = "default"
 INITIAL_ADAPTER = "initial"
 """Name of the adapter as it was before the first step. With LoRA it costs nothing to keep, so the starting policy can be sampled
 at any time; full fine-tuning has none."""
+TEACHER = "distill:teacher"
+"""Name of the policy that ``distill.teacher`` and ``distill.adapter`` give. No role can be called so."""
 
 
 def initial_of(adapter: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rllm.algorithms.spec import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, Datum, Losses, LossSpec, initial_of
+from rllm.algorithms.spec import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, TEACHER, Datum, Losses, LossSpec, initial_of
 from rllm.config.schema import Config
 from rllm.errors import ConfigError
 
@@ -19,6 +19,7 @@ __all__ = [
     "CAPABILITIES",
     "DEFAULT_ADAPTER",
     "INITIAL_ADAPTER",
+    "TEACHER",
     "AdamParams",
     "Backend",
     "Capabilities",
@@ -29,6 +30,7 @@ __all__ = [
     "OnToken",
     "Probe",
     "SamplingParams",
+    "Scored",
     "initial_of",
     "refuse_impossible",
 ]
@@ -40,7 +42,8 @@ OnToken = Callable[[int, float], None]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample one completion. `seed` None: the engine draws one. `max_tokens` counts the end-of-turn token."""
+    """How to sample one completion. `seed` None: the engine draws one. `max_tokens` counts the end-of-turn token, which does not end the
+    completion where `ignore_eos`."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -49,6 +52,7 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
 
 
 @dataclass
@@ -61,6 +65,17 @@ class Completion:
     logprobs: list[float]
     versions: list[int]
     finish_reason: FinishReason
+
+
+@dataclass
+class Scored:
+    """What a policy says of given tokens, without temperature: entry t speaks of `ids[t]` after `ids[:t]`, so there is none for the
+    first. `ranks` count from 1, the likeliest; `best_ids` and `best_logprobs` are the likeliest token there."""
+
+    logprobs: list[float]
+    ranks: list[int]
+    best_ids: list[int]
+    best_logprobs: list[float]
 
 
 @dataclass(frozen=True)
@@ -131,9 +146,15 @@ class Backend(Protocol):
         self, data: Sequence[Datum], adapter: str | None = None, trained_only: bool = False
     ) -> list[list[float]]:
         """Teacher-forced log-probability of every token of every row (entry 0 is 0.0), at the row's temperature.
-        `adapter` None: each row's own; `BASE`: adapter off; `INITIAL_ADAPTER`: each row's own as it was before the first step.
+        `adapter` None: each row's own; `BASE`: adapter off; `INITIAL_ADAPTER`: each row's own as it was before the first step;
+        `TEACHER`: the model that ``distill`` names.
         `trained_only`: entries where the mask is 0 are 0.0, and the others come from the very computation that
         `forward_backward` makes, so that equal weights give equal numbers."""
+        ...
+
+    def score(self, ids: Sequence[int], adapter: str = DEFAULT_ADAPTER) -> Scored:
+        """What the policy `adapter` says of a text of at least two tokens; the lists have one entry less than `ids`. May be called from
+        any thread while nothing is trained."""
         ...
 
     def optim_step(self, params: AdamParams) -> dict[str, float]:
@@ -180,6 +201,7 @@ class Capabilities:
     devices: frozenset[str]
     dtypes: frozenset[str]
     quantization: frozenset[str]
+    teachers: frozenset[str]
 
 
 CAPABILITIES: dict[str, Capabilities] = {
@@ -192,6 +214,7 @@ CAPABILITIES: dict[str, Capabilities] = {
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({"float32", "bfloat16"}),
         quantization=frozenset({"none", "nf4"}),
+        teachers=frozenset({"model", "endpoint"}),
     ),
 }
 
@@ -221,6 +244,9 @@ def refuse_impossible(config: Config, provenance: Mapping[str, str] | None = Non
         losses = [("algorithm.loss", config.algorithm.loss)]
         losses += [(f"algorithm.per_role.{role}.loss", own.loss) for role, own in roles if own.loss]
         choices += [(key, name, can.losses) for key, name in losses if name in _NAMED_LOSSES]
+        if config.distill.enabled:
+            kind, key = ("model", "distill.teacher") if config.distill.local else ("endpoint", "distill.base_url")
+            choices.append((key, kind, can.teachers))
     for key, value, allowed in choices:
         _require(value in allowed, config, provenance, key, value, f"it can do {', '.join(sorted(allowed))}")
     _require(

@@ -73,6 +73,13 @@ ALIASES: dict[str, str] = {
     f"{ROLLOUT}.val_kwargs.n": "rollout.n_val",
     f"{ROLLOUT}.val_kwargs.temperature": "rollout.val_temperature",
     "data.val_max_samples": "data.val_size",
+    "data.apply_chat_template_kwargs": "rollout.chat_template_kwargs",  # keys inside it: see fate.settle_inside
+    "reward_model.overlong_buffer.len": "algorithm.overlong_buffer",  # see fate.settle_overlong
+    "reward_model.overlong_buffer.penalty_factor": "algorithm.overlong_penalty",
+    "reward_model.reward_kwargs.overlong_buffer_cfg.len": "algorithm.overlong_buffer",
+    "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor": "algorithm.overlong_penalty",
+    "reward.reward_kwargs.overlong_buffer_cfg.len": "algorithm.overlong_buffer",
+    "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor": "algorithm.overlong_penalty",
     "algorithm.norm_adv_by_std_in_grpo": "algorithm.grpo_std",
     "algorithm.use_kl_in_reward": "algorithm.kl_in_reward",  # see fate.settle_kl
     "algorithm.rollout_correction.rollout_is": "algorithm.rollout_correction.level",
@@ -81,6 +88,8 @@ ALIASES: dict[str, str] = {
     "algorithm.filter_groups.enable": "algorithm.rejection_sampling.enable",
     "algorithm.filter_groups.max_num_gen_batches": "algorithm.rejection_sampling.max_batches",
     "trainer.total_training_steps": "trainer.total_steps",
+    "trainer.resume_from_path": "trainer.resume",
+    "training.resume_from_path": "trainer.resume",
     "trainer.default_local_dir": "trainer.run_dir",
     "rllm.model.name": "model.path",
     "rllm.model.lora_rank": "lora.rank",
@@ -194,6 +203,9 @@ _KL_IN_REWARD = (
     "the KL in the reward is switched on by algorithm.use_kl_in_reward, or weighed by algorithm.kl_in_reward"
 )
 
+_OVERLONG = "where it is not true, the length of the buffer is left out too: algorithm.overlong_buffer is 0"
+_OVERLONG_LOG = "overlong/penalty and overlong/share are always logged"
+_OVERLONG_LIMIT = "the limit is rollout.max_tokens or data.max_response_length"
 # Keys (or prefixes ending in '.') that verl and rLLM scripts carry and that change nothing here, with the reason.
 NO_EFFECT: dict[str, str] = {
     f"{ROLLOUT}.name": _ENGINE,
@@ -239,6 +251,15 @@ NO_EFFECT: dict[str, str] = {
     f"{MODEL}.trust_remote_code": "no code of a model folder is ever run",
     "critic.": _NO_CRITIC,
     "reward_model.": _EVALUATOR,
+    f"{ACTOR}.policy_loss.dro_beta": "only the dro loss reads it; there it sets algorithm.loss_options.beta",
+    "reward_model.overlong_buffer.enable": _OVERLONG,
+    "reward_model.overlong_buffer.log": _OVERLONG_LOG,
+    "reward_model.reward_kwargs.overlong_buffer_cfg.enable": _OVERLONG,
+    "reward_model.reward_kwargs.overlong_buffer_cfg.log": _OVERLONG_LOG,
+    "reward_model.reward_kwargs.max_resp_len": _OVERLONG_LIMIT,
+    "reward.reward_kwargs.overlong_buffer_cfg.enable": _OVERLONG,
+    "reward.reward_kwargs.overlong_buffer_cfg.log": _OVERLONG_LOG,
+    "reward.reward_kwargs.max_resp_len": _OVERLONG_LIMIT,
     "custom_reward_function.": _EVALUATOR,
     "algorithm.kl_ctrl.": _KL_IN_REWARD,
     "algorithm.kl_penalty": "the KL in the reward is the difference of log-probabilities (k1)",
@@ -259,14 +280,14 @@ NO_EFFECT: dict[str, str] = {
     "trainer.device": "set model.device",
     "trainer.log_val_generations": "every episode is in episodes.jsonl",
     "trainer.max_actor_ckpt_to_keep": "adapters are small; all are kept",
-    "trainer.resume_mode": "resume is not there yet; lora.adapter_path starts from a saved adapter",
+    "trainer.resume_mode": "trainer.resume=auto or trainer.resume=<folder of a run> goes on with a run",
     "ray_kwargs.": _PLACEMENT,
     "ray_init.": _PLACEMENT,
     "rllm.data.val_batch_size": "validation runs all tasks; rollout.max_concurrency bounds how many at once",
     "rllm.rollout.val.top_p": "validation samples with rollout.top_p",
     "rllm.workflow.use_workflow": "flows and workflows run the same way",
     "rllm.workflow.raise_on_error": "rollout.max_failed_fraction decides when failures stop the run",
-    "rllm.disable_thinking": "the chat template decides",
+    "rllm.disable_thinking": "thinking is switched off only where it is true: rollout.chat_template_kwargs={enable_thinking: false}",
     "rllm.agent.": "flows carry their own agents",
     "rllm.env.": "flows carry their own environments",
 }

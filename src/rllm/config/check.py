@@ -9,6 +9,7 @@ import difflib
 import importlib.util
 from collections.abc import Callable, Collection, Mapping
 
+from rllm.config.check_distill import check_distill, distill_notes
 from rllm.config.check_training import check_training, training_notes
 from rllm.config.names import (
     AGGREGATIONS,
@@ -51,6 +52,7 @@ def check(config: Config, provenance: Mapping[str, str] | None = None, training:
         return []
     _check_sampling(config, refuse)
     check_training(config, refuse)
+    check_distill(config, refuse)
     return _notes(config, provenance or {})
 
 
@@ -101,7 +103,8 @@ def quantization_problem(model: ModelConfig, lora: bool, device: str | None = No
 def _check_sampling(config: Config, refuse: Callable[[str, str], ConfigError]) -> None:
     r = config.rollout
     a = config.algorithm
-    if a.adv_estimator in GROUP_RELATIVE and r.n < 2 and not a.per_role:
+    taught = config.distill.enabled and config.distill.mode == "only"
+    if a.adv_estimator in GROUP_RELATIVE and r.n < 2 and not a.per_role and not taught:
         single = ", ".join(name for name in ESTIMATORS if name not in GROUP_RELATIVE)
         raise refuse(
             "rollout.n",
@@ -115,7 +118,7 @@ def _check_sampling(config: Config, refuse: Callable[[str, str], ConfigError]) -
 
 
 def _notes(config: Config, provenance: Mapping[str, str]) -> list[str]:
-    notes = [*_algorithm_notes(config), *training_notes(config)]
+    notes = [*_algorithm_notes(config), *training_notes(config), *distill_notes(config)]
     adapters = config.lora.adapters()
     if not adapters:
         return notes

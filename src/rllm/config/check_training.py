@@ -7,9 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from rllm.config.names import GROUP_RELATIVE, LOSS_OPTIONS
 from rllm.config.schema import Config, EarlyStopConfig, OptimConfig
-from rllm.config.schema_algorithm import AlgorithmConfig, FilterConfig, RolloutCorrectionConfig
-from rllm.config.section import Section
+from rllm.config.schema_algorithm import (
+    AlgorithmConfig,
+    FilterConfig,
+    RejectionSamplingConfig,
+    RolloutCorrectionConfig,
+)
+from rllm.config.section import not_default
 
 Refuse = Callable[[str, str], Exception]
 
@@ -19,6 +25,7 @@ def check_training(config: Config, refuse: Refuse) -> None:
     _check_reference(config, refuse)
     _check_steps(config.algorithm, refuse)
     _check_correction(config.algorithm, refuse)
+    _check_lengths(config, refuse)
     _check_rewards(config, refuse)
     _check_early_stop(config, refuse)
 
@@ -33,7 +40,7 @@ def _check_reference(config: Config, refuse: Refuse) -> None:
             f"algorithm.reference=none with {key}={weight:g}: a KL needs a reference policy; set it to base or initial_adapter, or "
             f"{key}=0",
         )
-    if a.reference == "initial_adapter" and not config.lora.rank:
+    if a.reference == "initial_adapter" and not config.lora.trains_adapters:
         raise refuse(
             "algorithm.reference",
             "algorithm.reference=initial_adapter with lora.rank=0: full fine-tuning has no adapter; base is the weights that training "
@@ -80,6 +87,18 @@ def _check_correction(a: AlgorithmConfig, refuse: Refuse) -> None:
         )
 
 
+def _check_lengths(config: Config, refuse: Refuse) -> None:
+    """What is counted from a completion's limit (overlong shaping, sum-norm) must not count from one that no completion comes to."""
+    d, wanted = config.data, config.rollout.max_tokens
+    room = config.model.max_model_len or d.max_prompt_length + d.max_response_length
+    if wanted is not None and wanted >= room:
+        raise refuse(
+            "rollout.max_tokens",
+            f"rollout.max_tokens={wanted}: prompt and completion have {room} tokens together (model.max_model_len, or "
+            "data.max_prompt_length + data.max_response_length); lower it, or raise those",
+        )
+
+
 def _check_rewards(config: Config, refuse: Refuse) -> None:
     a = config.algorithm
     longest = config.rollout.max_tokens or config.data.max_response_length
@@ -107,7 +126,7 @@ def _check_rewards(config: Config, refuse: Refuse) -> None:
 def _check_early_stop(config: Config, refuse: Refuse) -> None:
     t, stop = config.trainer, config.trainer.early_stop
     if stop.metric is None:
-        set_too = next((name for name in _not_default(stop, EarlyStopConfig())), None)
+        set_too = next((name for name in not_default(stop, EarlyStopConfig())), None)
         if set_too is not None:
             raise refuse(
                 f"trainer.early_stop.{set_too}",
@@ -136,19 +155,52 @@ def training_notes(config: Config) -> list[str]:
         )
     if a.reference == "initial_adapter" and not (a.kl_beta or a.kl_in_reward):
         notes.append("algorithm.reference=initial_adapter: there is no KL, so no reference policy is asked")
-    if not a.filter.enable and list(_not_default(a.filter, FilterConfig())):
+    if not a.filter.enable and list(not_default(a.filter, FilterConfig())):
         notes.append("algorithm.filter.*: nothing is filtered, as algorithm.filter.enable is false")
     if a.rollout_correction.level == "none":
-        unused = _not_default(a.rollout_correction, RolloutCorrectionConfig())
+        unused = not_default(a.rollout_correction, RolloutCorrectionConfig())
         notes += [f"algorithm.rollout_correction.{name} has no effect: level is none" for name in unused]
-    notes += _schedule_notes(config, o)
+    notes += [*_unused(config), *_schedule_notes(config, o)]
     return notes
 
 
+def _unused(config: Config) -> Iterator[str]:
+    """Settings of the loss and the rewards that were changed and that nothing reads. A loss or estimator of the user's may read any."""
+    a = config.algorithm
+    losses, estimators = a.losses(), a.estimators()
+    clips = losses & {"ppo_clip", "cispo", "gspo"} or not losses <= LOSS_OPTIONS.keys()
+    dual = losses & {"ppo_clip", "gspo"} or not losses <= LOSS_OPTIONS.keys()
+    divides = estimators - {"dr_grpo", "rloo", "opo", "reinforce", "precomputed"}
+    compares = estimators & GROUP_RELATIVE
+    named = {"loss": ", ".join(sorted(losses)), "adv_estimator": ", ".join(sorted(estimators))}
+    for key, is_read, why in (
+        ("clip_ratio_low", clips, f"algorithm.loss={named['loss']} does not clip"),
+        ("clip_ratio_high", clips, f"algorithm.loss={named['loss']} does not clip"),
+        ("clip_ratio_c", dual, f"algorithm.loss={named['loss']} has no dual clip"),
+        ("loss_scale_factor", a.loss_agg_mode == "seq-mean-token-sum-norm", f"loss_agg_mode is {a.loss_agg_mode}"),
+        ("grpo_std", divides, f"algorithm.adv_estimator={named['adv_estimator']} divides by no standard deviation"),
+        ("zero_std", compares, f"algorithm.adv_estimator={named['adv_estimator']} does not compare inside groups"),
+        ("kl_estimator", a.kl_beta, "algorithm.kl_beta is 0"),
+        ("overlong_penalty", a.overlong_buffer, "algorithm.overlong_buffer is 0"),
+    ):
+        value = getattr(a, key)
+        if not is_read and value != type(a).model_fields[key].default:
+            yield f"algorithm.{key}={value} has no effect: {why}"
+    if not a.rejection_sampling.enable:
+        for key in not_default(a.rejection_sampling, RejectionSamplingConfig()):
+            yield f"algorithm.rejection_sampling.{key} has no effect: algorithm.rejection_sampling.enable is false"
+
+
 def _schedule_notes(config: Config, o: OptimConfig) -> Iterator[str]:
+    if o.warmup_steps is not None and o.warmup_ratio:
+        yield f"optim.warmup_ratio={o.warmup_ratio:g} has no effect: optim.warmup_steps={o.warmup_steps} wins"
     if o.schedule == "constant" and o.min_lr_ratio:
         yield f"optim.min_lr_ratio={o.min_lr_ratio:g} has no effect with optim.schedule=constant"
     total = config.trainer.total_steps
+    for key in ("test_freq", "save_freq"):
+        every = getattr(config.trainer, key)
+        if total is not None and every > total:
+            yield f"trainer.{key}={every} has no effect: the run has {total} steps"
     if total is not None and (o.warmup_steps or 0) >= total:
         yield f"optim.warmup_steps={o.warmup_steps}: the {total} steps of the run are all warm-up; optim.lr is never reached"
 
@@ -167,7 +219,3 @@ def why_trainer_logprobs(config: Config) -> str | None:
     if a.mini_batch_size is not None and a.mini_batch_size < config.data.train_batch_size:
         return f"algorithm.mini_batch_size={a.mini_batch_size} makes several optimizer steps of a step"
     return None
-
-
-def _not_default(section: Section, default: Section) -> Iterator[str]:
-    return (name for name in type(section).model_fields if getattr(section, name) != getattr(default, name))

@@ -21,10 +21,17 @@ from rllm.config.aliases import (
     VERL_KL_COEF,
     Entry,
 )
-from rllm.config.foreign import MODEL, TREE_NO_EFFECT, TREE_ONLY
+from rllm.config.foreign import ACTOR, MODEL, TREE_NO_EFFECT, TREE_ONLY
 from rllm.errors import ConfigError
 
 _NO_EFFECT = NO_EFFECT | TREE_NO_EFFECT
+TEMPLATE, THINKING = "data.apply_chat_template_kwargs", "rllm.disable_thinking"
+DRO_BETA, LOSS_BETA = f"{ACTOR}.policy_loss.dro_beta", "algorithm.loss_options.beta"
+OVERLONG_BUFFERS = (
+    "reward_model.overlong_buffer",
+    "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "reward.reward_kwargs.overlong_buffer_cfg",
+)
 
 # verl's tree holds a second set of LoRA keys, for Megatron, beside the first. These are the values it has where nobody set them.
 MEGATRON_LORA: dict[str, tuple[str, Any]] = {
@@ -40,7 +47,43 @@ MEGATRON_LORA: dict[str, tuple[str, Any]] = {
 
 def settle(entries: Sequence[Entry]) -> list[Entry]:
     """What two keys of another tool say together, said with one."""
-    return settle_advantages(settle_kl(settle_lora(entries)))
+    return settle_advantages(settle_kl(settle_lora(settle_overlong(settle_inside(entries)))))
+
+
+def settle_inside(entries: Sequence[Entry]) -> list[Entry]:
+    """Keys that set one entry of a mapping here: settings of the chat template, and the beta of dro, which verl's tree always holds and
+    which means something only where that loss is chosen."""
+    loss = next((e.value for e in reversed(entries) if "algorithm.loss" in (e.key, ALIASES.get(e.key))), None)
+    inside = {THINKING: ("rollout.chat_template_kwargs.enable_thinking", False), DRO_BETA: (LOSS_BETA, None)}
+    settled: list[Entry] = []
+    for entry in entries:
+        target, value = inside.get(entry.key, ("", None))
+        if entry.key.startswith(f"{TEMPLATE}."):
+            target = f"rollout.chat_template_kwargs.{entry.key.removeprefix(f'{TEMPLATE}.')}"
+        elif (entry.key == DRO_BETA and loss != "dro") or (entry.key == THINKING and entry.value is not True):
+            target = ""
+        if target:
+            given = entry.value if value is None else value
+            entry = replace(entry, key=target, value=given, source=f"{entry.source} (as {entry.key})")
+        settled.append(entry)
+    return settled
+
+
+def settle_overlong(entries: Sequence[Entry]) -> list[Entry]:
+    """verl switches its overlong buffer on beside its length; here a length of 0 is off."""
+    settled = list(entries)
+    for buffer in OVERLONG_BUFFERS:
+        switch = next((entry for entry in reversed(settled) if entry.key == f"{buffer}.enable"), None)
+        has_length = any(e.key in (f"{buffer}.len", "algorithm.overlong_buffer") for e in settled)
+        if switch is not None and not isinstance(switch.value, bool):
+            raise ConfigError(f"{switch.source}: {switch.key}={switch.value!r}: allowed are true and false")
+        if switch is not None and switch.value and not has_length:
+            raise ConfigError(f"{switch.source}: {switch.key}=true: how long is the buffer? Give {buffer}.len too")
+        off = switch is None or not switch.value
+        dropped = {switch.key} if switch else set()
+        dropped |= {f"{buffer}.len", f"{buffer}.penalty_factor"} if off else set()
+        settled = [entry for entry in settled if entry.key not in dropped]
+    return settled
 
 
 def settle_kl(entries: Sequence[Entry]) -> list[Entry]:

@@ -21,11 +21,12 @@ TEXT_ONLY = "tasks are text here"
 PROFILING = "times of each part of a step are in metrics.jsonl"
 ROWS = "datasets are read by rllm; flows see the task itself"
 SEED = "one seed is behind everything: set trainer.seed"
+_TEACHER = "on-policy distillation is the section distill here: distill.teacher or distill.base_url"
 GATEWAY = "the gateway records every call in memory, by its id"
 
 TREE_NO_EFFECT: dict[str, str] = {
     # verl: trainer, workers, services
-    "distillation.": "there is no teacher here",
+    "distillation.": _TEACHER,
     "global_profiler.": PROFILING,
     "skip.": "every step makes its own rollouts",
     "transfer_queue.": PLACEMENT,
@@ -128,7 +129,7 @@ TREE_NO_EFFECT: dict[str, str] = {
     "trainer.episode_log_dir": "every episode is in episodes.jsonl of the run's folder",
     "rllm.accumulate_reasoning": "the chat template decides",
     "rllm.filter_token_mismatch": "the tokens trained are those that were sampled, always",
-    "rllm.distill.": "there is no teacher here",
+    "rllm.distill.": _TEACHER,
     "rllm.sdk.": GATEWAY,
     "rllm.rollout.val.max_tokens": "validation samples with rollout.max_tokens",
     "rllm.workflow.warm_queue_size": "every episode gets a fresh workflow",
@@ -140,7 +141,7 @@ TREE_NO_EFFECT: dict[str, str] = {
     # rLLM's Tinker backend
     "fuse_forward_backward_and_optim_step": ENGINE,
     "rollout_engine.": "the model's own chat template renders every call",
-    "training.resume_mode": "resume is not there yet; lora.adapter_path starts from a saved adapter",
+    "training.resume_mode": "trainer.resume=auto or trainer.resume=<folder of a run> goes on with a run",
 }
 
 # Keys taken at the values that say what is done here anyway: (those values, why no other).
@@ -149,11 +150,9 @@ TREE_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "reward.custom_reward_function.path": ((None, ""), f"{EVALUATOR}: write the function with @rllm.evaluator"),
     "reward_model.enable": ((None, False), f"{EVALUATOR}; it may ask a model of its own"),
     "reward.reward_model.enable": ((None, False), f"{EVALUATOR}; it may ask a model of its own"),
-    "distillation.enabled": ((False,), "there is no teacher here"),
-    "rllm.distill.enable": ((False,), "there is no teacher here"),
+    "distillation.enabled": ((False,), _TEACHER),
+    "rllm.distill.enable": ((False,), _TEACHER),
     "rllm.remote_runtime.enabled": ((False,), "flows run in this process"),
-    "trainer.resume_from_path": ((None,), "resume is not there yet; lora.adapter_path starts from a saved adapter"),
-    "training.resume_from_path": ((None,), "resume is not there yet; lora.adapter_path starts from a saved adapter"),
     "trainer.checkpoint_callback_class": ((None,), "a run saves by trainer.save_freq"),
     "trainer.v1.sampler.custom_sampler.path": ((None,), "rows are used in the step that sampled them"),
     "critic.enable": ((None, False), NO_CRITIC),
@@ -178,7 +177,6 @@ TREE_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     f"{MODEL}.lora.lora_B_init_method": (("zero",), "a fresh adapter changes nothing, so B starts as zero"),
     "data.custom_cls.path": ((None,), f"{ROWS}: give AgentTrainer(train_dataset=...)"),
     "data.train_max_samples": ((-1, None), "give a smaller data.train_files"),
-    "data.apply_chat_template_kwargs": ((None, {}), "the template is called without extra arguments"),
     "algorithm.use_pf_ppo": ((False,), "samples are not reweighted"),
     "rllm.workflow.workflow_args.gamma": ((0,), "returns are not discounted"),
     "rllm.workflow.workflow_args.reward_bonus_coeff": ((0,), "rewards are not shaped"),

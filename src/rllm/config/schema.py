@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from rllm.config.names import TEMPLATE_RESERVED
 from rllm.config.schema_algorithm import AlgorithmConfig
+from rllm.config.schema_distill import DistillConfig
 from rllm.config.section import Fraction, Section
 
 ROLE_NAME = r"[A-Za-z0-9._-]{1,64}"
@@ -138,6 +140,11 @@ class LoraConfig(LoraSettings):
                 )
         return self
 
+    @property
+    def trains_adapters(self) -> bool:
+        """False: all weights are trained. The shared `rank` alone does not say it where roles have adapters of their own."""
+        return self.per_role != "shared" or self.rank > 0
+
     def adapters(self) -> dict[str, LoraSettings]:
         """The adapters to train by name; none with full fine-tuning."""
         if self.per_role != "shared":
@@ -181,6 +188,10 @@ class RolloutConfig(Section):
         default=None, ge=0, description="Sampling temperature in validation; default: rollout.temperature"
     )
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling; must be 1 in training")
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(
+        default_factory=dict,
+        description="Settings of the chat template where a call does not give them, e.g. {enable_thinking: false}",
+    )
     max_tokens: int | None = Field(
         default=None, gt=0, description="Most tokens per completion; default: data.max_response_length"
     )
@@ -193,6 +204,10 @@ class RolloutConfig(Section):
     )
     episode_timeout_s: float = Field(
         default=600.0, gt=0, description="Deadline of one episode, the evaluator's own run included"
+    )
+    reasoning: Literal["content", "split"] = Field(
+        default="content",
+        description="Where callers find <think> blocks: in the content, or split off as reasoning_content (the tokens are the same)",
     )
     call_timeout_s: float | None = Field(
         default=None, gt=0, description="Deadline of one model call, waiting included; default: the episode's alone"
@@ -208,6 +223,16 @@ class RolloutConfig(Section):
     max_failed_fraction: Fraction = Field(
         default=0.5, description="Above this share of failed episodes in a step the run stops with the first traceback"
     )
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _of_the_template(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in value:
+            if not name.isidentifier() or name in TEMPLATE_RESERVED:
+                raise ValueError(
+                    f"{name!r} is no setting of a template's own; allowed are names that the template reads"
+                )
+        return value
 
 
 class OptimConfig(Section):
@@ -247,7 +272,16 @@ class TrainerConfig(Section):
         default=1, gt=0, description="Passes over the training tasks when total_steps is not given"
     )
     test_freq: int = Field(default=0, ge=0, description="Validate every N steps (0: only before and after)")
-    save_freq: int = Field(default=0, ge=0, description="Save the adapter every N steps (0: only at the end)")
+    save_freq: int = Field(
+        default=0,
+        ge=0,
+        description="Save the adapter, and the state to resume from, every N steps (0: only at the end)",
+    )
+    resume: str | None = Field(
+        default=None,
+        description="Go on with the run in this folder as if it had not stopped; auto: with the one of trainer.experiment_name, if it has "
+        "a state",
+    )
     val_before_train: bool = Field(default=True, description="Validate before the first step")
     val_only: bool = Field(default=False, description="Validate once and stop")
     early_stop: EarlyStopConfig = Field(default_factory=EarlyStopConfig)
@@ -284,6 +318,7 @@ class Config(Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    distill: DistillConfig = Field(default_factory=DistillConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
     backend: Literal["local"] = Field(default="local", description="What holds the weights: local")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -20,3 +21,8 @@ class Section(BaseModel):
         if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
             raise ValueError("true and false have no meaning here")
         return value
+
+
+def not_default(section: Section, default: Section) -> Iterator[str]:
+    """Names of the fields of `section` that differ from `default`."""
+    return (name for name in type(section).model_fields if getattr(section, name) != getattr(default, name))

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -20,17 +20,21 @@ from rllm.gateway import responses
 from rllm.gateway.chat import ChatModel, Prompt
 from rllm.gateway.errors import RequestError
 from rllm.gateway.events import event, event_stream, while_connected
-from rllm.gateway.messages import plain_messages, plain_text, plain_tools, strict_json
+from rllm.gateway.messages import plain_messages, plain_text, plain_tools
 from rllm.gateway.recorder import Session
 from rllm.gateway.replies import Reply
 from rllm.gateway.requests import call_params, check_names, flag, plain_prompt, reply_form, template_settings
+from rllm.gateway.scoring import ScoreForm, score_form, with_prompt
+from rllm.tools.json_text import strict_json
 from rllm.types import new_id
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 # What nginx answers for a caller that hung up; nobody reads it.
 CLIENT_GONE = 499
 MAX_BODY_BYTES = 64 * 2**20
+LITTLE_BYTES = 64 * 2**10
 
 
 class Routes:
@@ -43,39 +47,72 @@ class Routes:
 
     async def chat(self, request: Request) -> Response:
         session, trajectory = self._session_of(request)
-        body = await _body(request)
+        body, size = await _body(request)
         check_names(body, chat=True)
-        tools = plain_tools(body.get("tools"), body.get("tool_choice"), body.get("parallel_tool_calls"))
-        settings = template_settings(body.get("chat_template_kwargs"))
-        messages = plain_messages(body.get("messages"))
 
         def prompt() -> Prompt:
-            return self.model.chat_prompt(messages, session, trajectory, tools, settings)
+            tools = plain_tools(body.get("tools"), body.get("tool_choice"), body.get("parallel_tool_calls"))
+            settings = template_settings(body.get("chat_template_kwargs"))
+            return self.model.chat_prompt(plain_messages(body.get("messages")), session, trajectory, tools, settings)
 
-        return await self._answer(request, body, session, trajectory, prompt, chat=True)
+        return await self._answer(request, body, session, trajectory, await _apart(size, prompt), chat=True)
 
     async def completions(self, request: Request) -> Response:
         session, trajectory = self._session_of(request)
-        body = await _body(request)
+        body, size = await _body(request)
         check_names(body, chat=False)
-        given = plain_prompt(body.get("prompt"), len(self.model.backend.tokenizer))
+        scoring, body = score_form(body)
 
         def prompt() -> Prompt:
+            given = plain_prompt(body.get("prompt"), len(self.model.backend.tokenizer))
             return self.model.text_prompt(given, session, trajectory)
 
-        return await self._answer(request, body, session, trajectory, prompt, chat=False)
+        if scoring is not None:
+            given = plain_prompt(body.get("prompt"), len(self.model.backend.tokenizer))
+            read = await _apart(size, prompt)
+            return await self._scored(request, body, session, trajectory, read, scoring, given)
+        return await self._answer(request, body, session, trajectory, await _apart(size, prompt), chat=False)
+
+    async def _scored(
+        self,
+        request: Request,
+        body: dict[str, Any],
+        session: Session | None,
+        trajectory: str | None,
+        prompt: Prompt,
+        scoring: ScoreForm,
+        given: str | list[int],
+    ) -> Response:
+        """A completion, or none, with what the model says of the prompt."""
+        params, form = call_params(body), reply_form(body, False)
+        adapter, name = self._adapter(body, session)
+        call, ids = _call_ids("cmpl", form.n)
+        if scoring.generate:
+            calls = [self.model.prepare(prompt, params, session, trajectory, one, adapter) for one in ids]
+            outputs = await while_connected(request, [self.model.answer(one) for one in calls])
+        else:
+            outputs = [self.model.nothing_sampled(prompt, one, adapter) for one in ids]
+        asked = [self.model.score(prompt.ids, adapter)] if scoring.scores else []
+        scored = await while_connected(request, asked)
+        text = given if isinstance(given, str) else self.model.text_of(given)
+        answer = Reply(call, name, form, False, self.model).whole(outputs)
+        texts = self.model.token_texts
+        return _json(with_prompt(answer, scoring, text, prompt.ids, scored[0] if scored else None, texts))
 
     async def respond(self, request: Request) -> Response:
         session, trajectory = self._session_of(request)
-        body = await _body(request)
+        body, size = await _body(request)
         responses.check_names(body)
-        tools, settings = responses.tool_use(body), template_settings(body.get("chat_template_kwargs"))
-        messages, stream = responses.as_messages(body), flag(body, "stream")
+        stream = flag(body, "stream")
+
+        def make() -> Prompt:
+            tools, settings = responses.tool_use(body), template_settings(body.get("chat_template_kwargs"))
+            return self.model.chat_prompt(responses.as_messages(body), session, trajectory, tools, settings)
+
         params = call_params({("max_tokens" if k == "max_output_tokens" else k): v for k, v in body.items()})
         adapter, name = self._adapter(body, session)
-        reply = responses.ResponseReply.to(body, f"resp_{new_id()}", name)
-        prompt = self.model.chat_prompt(messages, session, trajectory, tools, settings)
-        call = self.model.prepare(prompt, params, session, trajectory, reply.call_id, adapter)
+        call = self.model.prepare(await _apart(size, make), params, session, trajectory, f"resp_{new_id()}", adapter)
+        reply = responses.ResponseReply.to(body, call.call_id, name, call.apart)
         if stream:
             return await event_stream(request, reply.events(self.model.stream(call)), _error_event)
         [output] = await while_connected(request, [self.model.answer(call)])
@@ -85,8 +122,13 @@ class Routes:
         session, _ = self._session_of(request)
         roles = sorted(session.roles) if session else []
         names = [*self.models, *(f"{next(iter(self.models))}:{role}" for role in roles)]
-        data = [{"id": name, "object": "model", "created": 0, "owned_by": "rllm"} for name in names]
-        return _json({"object": "list", "data": data})
+        models = {name: {"id": name, "object": "model", "created": 0, "owned_by": "rllm"} for name in names}
+        wanted = request.path_params.get("model")
+        if wanted is None:
+            return _json({"object": "list", "data": list(models.values())})
+        if wanted not in models:
+            raise _no_model(wanted, names)
+        return _json(models[wanted])
 
     async def _answer(
         self,
@@ -94,16 +136,15 @@ class Routes:
         body: dict[str, Any],
         session: Session | None,
         trajectory: str | None,
-        make_prompt: Callable[[], Prompt],
+        prompt: Prompt,
         *,
         chat: bool,
     ) -> Response:
         params, form = call_params(body), reply_form(body, chat)
         adapter, name = self._adapter(body, session)
-        prompt = make_prompt()
         call, ids = _call_ids("chatcmpl" if chat else "cmpl", form.n)
         calls = [self.model.prepare(prompt, params, session, trajectory, one, adapter) for one in ids]
-        reply = Reply(call, name, form, chat, self.model)
+        reply = Reply(call, name, form, chat, self.model, calls[0].apart)
         if form.stream:
             events = reply.events([self.model.stream(one) for one in calls])
             return await event_stream(request, events, _error_event)
@@ -126,18 +167,19 @@ class Routes:
         name = plain_text(given, "model", "model") if given is not None else ""
         if session is None:
             if (name or first) not in self.models:
-                raise RequestError(
-                    f"the model {name!r} does not exist; served are {', '.join(self.models)}",
-                    "model",
-                    "model_not_found",
-                    404,
-                )
+                raise _no_model(name, self.models)
             return self.models[name or first], name or first
         role = name.removeprefix(f"{first}:")
         try:
             return session.adapter_of(role if role in session.roles else None), name or first
         except LookupError as error:
             raise RequestError(str(error.args[0]), "model", "model_not_found", 404) from error
+
+
+def _no_model(name: str, served: Iterable[str]) -> RequestError:
+    return RequestError(
+        f"the model {name!r} does not exist; served are {', '.join(served)}", "model", "model_not_found", 404
+    )
 
 
 def create_app(model: ChatModel, find_session: Callable[[str], Session | None], models: Mapping[str, str]) -> FastAPI:
@@ -152,7 +194,8 @@ def create_app(model: ChatModel, find_session: Callable[[str], Session | None], 
         app.add_route(f"{prefix}/chat/completions", _answering(routes.chat), methods=["POST"])
         app.add_route(f"{prefix}/completions", _answering(routes.completions), methods=["POST"])
         app.add_route(f"{prefix}/responses", _answering(routes.respond), methods=["POST"])
-        app.add_route(f"{prefix}/models", _answering(routes.list_models), methods=["GET"])
+        for path in ("/models", "/models/{model:path}"):
+            app.add_route(prefix + path, _answering(routes.list_models), methods=["GET"])
     app.add_route("/healthz", health, methods=["GET"])
 
     @app.exception_handler(HTTPException)
@@ -205,7 +248,13 @@ def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -
     return Response(json.dumps(data), status, headers, media_type="application/json")
 
 
-async def _body(request: Request) -> dict[str, Any]:
+async def _apart(size: int, work: Callable[[], T]) -> T:
+    """The result of `work`, done in a thread if it has to do with more than a little: nobody else's call shall wait for it."""
+    return await asyncio.to_thread(work) if size > LITTLE_BYTES else work()
+
+
+async def _body(request: Request) -> tuple[dict[str, Any], int]:
+    """The JSON object of a request, and its size in bytes."""
     told = request.headers.get("content-length", "")
     size = int(told) if told.isdecimal() else 0
     parts: list[bytes] = []
@@ -218,13 +267,14 @@ async def _body(request: Request) -> dict[str, Any]:
             parts.append(part)
     if size > MAX_BODY_BYTES:
         raise RequestError(f"the body has {size} bytes or more; at most {MAX_BODY_BYTES} are read", status=413)
+    raw = b"".join(parts)
     try:
-        body = strict_json(b"".join(parts))
+        body = await _apart(size, lambda: strict_json(raw))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
-    return body
+    return body, size
 
 
 def _call_ids(kind: str, n: int) -> tuple[str, list[str]]:

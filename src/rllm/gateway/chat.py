@@ -9,9 +9,9 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from rllm.backends.base import DEFAULT_ADAPTER, Backend, OnToken, SamplingParams
+from rllm.backends.base import DEFAULT_ADAPTER, Backend, OnToken, SamplingParams, Scored
 from rllm.gateway import hermes
 from rllm.gateway.errors import RequestError
 from rllm.gateway.messages import ToolUse, plain_messages, plain_tools
@@ -19,6 +19,8 @@ from rllm.gateway.recorder import Call, Session
 from rllm.gateway.render import Renderer
 from rllm.gateway.requests import CallParams, sampling_keywords
 from rllm.gateway.text_stream import TextStream
+from rllm.gateway.thinking import ThoughtStream, split_thought
+from rllm.tools.calls import THINK
 from rllm.types import Message, ModelOutput, TerminationEvent, TerminationReason, new_id
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,13 @@ class Prepared:
     session: Session | None
     trajectory: str | None
     order: int
+    apart: bool = False
+    """Whether the caller is told the thought beside the content."""
+
+    @property
+    def opened(self) -> bool:
+        """Whether the template began a thought, which the answer goes on with."""
+        return self.prompt.text.rstrip().endswith(THINK)
 
 
 @dataclass(frozen=True)
@@ -60,15 +69,25 @@ class Piece:
     text: str
     ids: list[int]
     logprobs: list[float]
+    thought: str = ""
 
 
 class ChatModel:
-    """A backend behind messages. `max_prompt_length` in tokens. Safe to use from several threads."""
+    """A backend behind messages. `max_prompt_length` in tokens. `reasoning` split: thoughts are told beside the content where a call
+    does not say. Safe to use from several threads."""
 
-    def __init__(self, backend: Backend, max_prompt_length: int | None = None, default_max_tokens: int = 512):
-        self.backend = backend
+    def __init__(
+        self,
+        backend: Backend,
+        max_prompt_length: int | None = None,
+        default_max_tokens: int = 512,
+        reasoning: Literal["content", "split"] = "content",
+        template: Mapping[str, Any] | None = None,
+    ):
+        """`template`: settings of the chat template where a call does not give them."""
+        self.backend, self.template = backend, dict(template or {})
         self.max_prompt_length = min(max_prompt_length or backend.max_model_len, backend.max_model_len - 1)
-        self.default_max_tokens = default_max_tokens
+        self.default_max_tokens, self.reasoning = default_max_tokens, reasoning
         self.renderer = Renderer(backend.tokenizer)
         self._told_of_rewriting = False
 
@@ -101,6 +120,8 @@ class ChatModel:
         Where the chat extends a recorded call, its exact tokens are taken and only what is new is rendered, provided the template
         leaves the earlier part as it was; else the whole chat is rendered anew.
         """
+        self._check_size(sum(len(message["content"]) for message in messages), "messages")
+        settings = self.template | dict(settings or {})
         listed, forced = list(tools.tools) if tools else [], hermes.forced_start(tools)
         earlier, n, known = session.earlier(messages, trajectory) if session else (None, 0, False)
         ids, as_sampled, text = None, messages, ""
@@ -126,6 +147,8 @@ class ChatModel:
         self, prompt: str | Sequence[int], session: Session | None = None, trajectory: str | None = None
     ) -> Prompt:
         """A raw text, in which special tokens are meant, or token ids."""
+        if isinstance(prompt, str):
+            self._check_size(len(prompt), "prompt")
         ids = self.renderer.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
         return Prompt(ids, extends=session.continued(ids, trajectory)[0] if session else None)
 
@@ -139,15 +162,7 @@ class ChatModel:
         adapter: str | None = None,
     ) -> Prepared:
         """Check a call against the limits, and settle how it is sampled. Its place in the session's order is taken here."""
-        if len(prompt.ids) > self.max_prompt_length:
-            raise RequestError(
-                f"the prompt has {len(prompt.ids)} tokens; at most {self.max_prompt_length} are allowed "
-                "(data.max_prompt_length and the model's length)",
-                "messages" if prompt.messages else "prompt",
-                TOO_LONG,
-            )
-        if not prompt.ids:
-            raise RequestError("the prompt has no tokens", "messages" if prompt.messages else "prompt")
+        _check_length(prompt, self.max_prompt_length, "data.max_prompt_length and the model's length")
         return Prepared(
             call_id=call_id or f"chatcmpl-{new_id()}",
             prompt=prompt,
@@ -157,43 +172,70 @@ class ChatModel:
             session=session,
             trajectory=trajectory,
             order=session.next_order() if session else 0,
+            apart=bool(prompt.messages) and self._apart(params),
         )
 
-    async def answer(self, call: Prepared, on_token: OnToken | None = None) -> ModelOutput:
+    def _check_size(self, characters: int, param: str) -> None:
+        """Refuse what cannot fit however it is tokenized, before minutes are spent on counting its tokens."""
+        if characters > self.max_prompt_length * self.renderer.most_characters:
+            raise RequestError(
+                f"the prompt has {characters} characters, too many for the tokens that fit; at most {self.max_prompt_length} are allowed "
+                "(data.max_prompt_length and the model's length)",
+                param,
+                TOO_LONG,
+            )
+
+    def _apart(self, params: CallParams) -> bool:
+        wanted = params.separate_reasoning
+        return self.reasoning == "split" if wanted is None else wanted
+
+    async def answer(self, call: Prepared) -> ModelOutput:
         """Sample a call and record it. `text` is the whole turn, `content` what the caller is told: up to a stop text, without the
-        tool calls."""
+        tool calls, and without the thought if that is told apart."""
+        return (await self._answer(call, None))[0]
+
+    async def _answer(self, call: Prepared, on_token: OnToken | None) -> tuple[ModelOutput, str]:
+        """(the answer, its content with the thought in it)."""
         prompt, hear = call.prompt, {} if on_token is None else {"on_token": on_token}
         completion = await self.backend.sample(prompt.ids, call.sampling, call.adapter, **hear)
+        if not len(completion.ids) == len(completion.logprobs) == len(completion.versions):
+            raise RuntimeError(
+                f"the sampler gave {len(completion.ids)} tokens, {len(completion.logprobs)} log-probabilities and "
+                f"{len(completion.versions)} versions; there must be one of each for a token"
+            )
         sampled = self.renderer.decode(completion.ids)
         told = _before_stop(sampled, call.stop) if completion.finish_reason == "stop" else sampled
         content, calls = prompt.forced + told, []
         if prompt.tools is not None and prompt.tools.parses:
-            content, calls = hermes.parse_calls(content)
+            content, calls = hermes.parse_calls(content, call.opened and not prompt.forced)
+        thought, said = split_thought(content, call.opened)
         output = ModelOutput(
             id=call.call_id,
             text=prompt.forced + sampled,
-            content=content,
+            content=said if call.apart else content,
             prompt_ids=prompt.ids,
             completion_ids=completion.ids,
             logprobs=completion.logprobs,
             versions=completion.versions,
             finish_reason="tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason,
             temperature=call.sampling.temperature,
-            reasoning=_thought(sampled),
+            reasoning=thought,
             tool_calls=calls,
             adapter=call.adapter,
         )
         if call.session is not None:
             self._record(call, call.session, output)
-        return output
+        return output, content
 
     async def stream(self, call: Prepared) -> AsyncIterator[Piece | ModelOutput]:
-        """`answer` as it is sampled: pieces whose texts together are the content, then the output. Closing it ends the sampling."""
+        """`answer` as it is sampled: pieces whose texts together are the content (and whose thoughts the thought, if that is told apart),
+        then the output. Closing it ends the sampling."""
         parses = call.prompt.tools is not None and call.prompt.tools.parses
         # What is forced begins a call, which is told at the end: nothing of it is shown before.
         shown = (
             None if call.prompt.forced else TextStream(self.renderer.decode, call.stop, hermes.OPEN if parses else None)
         )
+        thoughts = ThoughtStream(call.opened) if call.apart else None
         heard: list[tuple[int, float]] = []
         told = 0
         news = asyncio.Event()
@@ -202,7 +244,7 @@ class ChatModel:
             heard.append((token, logprob))
             news.set()
 
-        answer = asyncio.ensure_future(self.answer(call, on_token))
+        answer = asyncio.ensure_future(self._answer(call, on_token))
         answer.add_done_callback(lambda _: news.set())
         read = 0
         try:
@@ -212,16 +254,33 @@ class ChatModel:
                 fresh = [token for token, _ in heard[read:]]
                 read = len(heard)
                 text = shown.push(fresh) if shown is not None and fresh and not answer.done() else ""
-                if text:
+                thought, text = thoughts.push(text) if thoughts is not None else ("", text)
+                if text or thought:
                     ids, logprobs = zip(*heard[told:], strict=True)
-                    yield Piece(text, list(ids), list(logprobs))
+                    yield Piece(text, list(ids), list(logprobs), thought)
                     told = read
-            output = answer.result()
-            rest = shown.finish(output.content) if shown is not None else output.content
-            yield Piece(rest, output.completion_ids[told:], output.logprobs[told:])
+            output, content = answer.result()
+            rest, thought = shown.finish(content) if shown is not None else content, ""
+            if thoughts is not None:
+                (thought, rest), (late, last) = thoughts.push(rest), thoughts.finish()
+                thought, rest = thought + late, rest + last
+            yield Piece(rest, output.completion_ids[told:], output.logprobs[told:], thought)
             yield output
         finally:
             answer.cancel()
+
+    async def score(self, ids: Sequence[int], adapter: str) -> Scored:
+        """What the policy `adapter` says of each token of a prompt but the first."""
+        return await asyncio.to_thread(self.backend.score, ids, adapter)
+
+    def nothing_sampled(self, prompt: Prompt, call_id: str, adapter: str) -> ModelOutput:
+        """The answer to a call that asks about its prompt alone. Nothing was sampled, so nothing is recorded."""
+        _check_length(prompt, self.backend.max_model_len, "the model's length")
+        return ModelOutput(call_id, "", "", prompt.ids, [], [], [], "length", adapter=adapter)
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """All of `ids` as text, tokens of structure too."""
+        return self.backend.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """Each token as text of its own."""
@@ -237,13 +296,13 @@ class ChatModel:
                 break
         else:
             return None
-        ended_by = self.renderer.marker(earlier.output.completion_ids[-1])
+        sampled = earlier.output.completion_ids
+        ended_by = self.renderer.marker(sampled[-1]) if sampled else None
         if ended_by is not None:  # the end of turn was sampled; the template writes it too
             if not rest.startswith(ended_by):
                 return None
             rest = rest[len(ended_by) :]
-        output = earlier.output
-        return [*output.prompt_ids, *output.completion_ids, *self.renderer.encode(rest + forced)]
+        return [*earlier.output.prompt_ids, *sampled, *self.renderer.encode(rest + forced)]
 
     def _record(self, call: Prepared, session: Session, output: ModelOutput) -> None:
         prompt, rewrote = call.prompt, None
@@ -268,6 +327,7 @@ class ChatModel:
                 call.order,
                 extends=prompt.extends,
                 rewrote=rewrote,
+                apart=call.apart,
                 as_sampled=prompt.as_sampled,
                 prompt_text=prompt.text,
             )
@@ -308,7 +368,7 @@ class SessionEngine:
         self._model, self.session = model, session
 
     async def get_model_response(self, messages: list[Message], **sampling: Any) -> ModelOutput:
-        """One answer. Keywords: max_tokens, temperature, top_p, top_k, seed, stop, tools, tool_choice, parallel_tool_calls,
+        """One answer. Keywords: max_tokens, temperature, top_p, top_k, seed, stop, separate_reasoning, tools, tool_choice, parallel_tool_calls,
         trajectory (a uid the call belongs to), role (whose adapter answers, where ``lora.per_role`` gives it one).
 
         A prompt that is too long ends the episode by `TerminationEvent`, so what the workflow committed is kept.
@@ -326,18 +386,19 @@ class SessionEngine:
             raise
 
 
+def _check_length(prompt: Prompt, most: int, why: str) -> None:
+    where = "messages" if prompt.messages else "prompt"
+    if len(prompt.ids) > most:
+        raise RequestError(
+            f"the prompt has {len(prompt.ids)} tokens; at most {most} are allowed ({why})", where, TOO_LONG
+        )
+    if not prompt.ids:
+        raise RequestError("the prompt has no tokens", where)
+
+
 def _before_stop(text: str, stops: Sequence[str]) -> str:
     found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
     return text[: min(found)] if found else text
-
-
-def _thought(text: str) -> str:
-    """What was said while thinking; templates may open the tag themselves."""
-    thought, closed, _ = text.partition("</think>")
-    opened = thought.partition("<think>")
-    if not closed and not opened[1]:
-        return ""
-    return (opened[2] if opened[1] else thought).strip()
 
 
 def _check_trainable(temperature: float, top_p: float, top_k: int) -> None:

@@ -1,21 +1,18 @@
 """Tool calls in Hermes' form, which Qwen models also use: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
 
-Reads calls out of sampled text, and writes tools, calls and results into messages for templates that have no words for them.
+Calls as the chat route tells them, and tools, calls and results written into messages for templates that have no words for them.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rllm.gateway.messages import MAX_DEPTH, ToolUse, arguments_of, depth_of, no_constant, strict_json, tool_call
+from rllm.gateway.messages import ToolUse, arguments_of, tool_call
+from rllm.tools.calls import CLOSE, OPEN, parse_tool_calls
 from rllm.types import Message, new_id
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_SPACE = re.compile(r"\s*")
-_DECODER = json.JSONDecoder(parse_constant=no_constant)
 _SYSTEM = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -31,58 +28,22 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 
 
-def parse_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """(content, calls) of an answer. Content is all that is no call: a block whose JSON is broken stays in it as it was sampled.
-
-    A call has a name and says its arguments, as an object or as JSON text of one; none is ever made up. What is said while
-    thinking is no call.
-    """
+def parse_calls(text: str, thinking: bool = False) -> tuple[str, list[dict[str, Any]]]:
+    """(content, calls) of an answer. Content is all that is no call (see `parse_tool_calls`): a block that cannot be read stays in it as
+    it was sampled."""
     calls: list[dict[str, Any]] = []
     content: list[str] = []
-    thought = text.rfind("</think>")
-    at = -1 if thought < 0 and "<think>" in text else text.find(OPEN, max(thought, 0))
     end = 0
-    while at >= 0:
-        call, after = _read_block(text, at + len(OPEN))
-        if call is not None:
-            content.append(text[end:at].strip() if calls else text[:at].rstrip())
-            calls.append(call)
-            end = after
-        at = text.find(OPEN, after)
+    for call in parse_tool_calls(text, thinking):
+        if call.error is not None:
+            continue
+        start = call.span[0]
+        content.append(text[end:start].strip() if calls else text[:start].rstrip())
+        calls.append(tool_call(f"call_{new_id()[:24]}", call.name, call.arguments))
+        end = call.span[1]
     if not calls:
         return text, []
     return "\n".join(part for part in (*content, text[end:].strip()) if part), calls
-
-
-def _read_block(text: str, at: int) -> tuple[dict[str, Any] | None, int]:
-    """(the call whose JSON begins at `at`, or None; where to read on). A block cut before its end tag counts if its JSON is whole."""
-    start = _SPACE.match(text, at).end()  # pyright: ignore[reportOptionalMemberAccess]
-    try:
-        value, end = _DECODER.raw_decode(text, start)
-    except (ValueError, RecursionError):
-        return None, at
-    end = _SPACE.match(text, end).end()  # pyright: ignore[reportOptionalMemberAccess]
-    if text.startswith(CLOSE, end):
-        end += len(CLOSE)
-    elif end < len(text) and not text.startswith(OPEN, end):
-        return None, at
-    return _call(value), end
-
-
-def _call(value: Any) -> dict[str, Any] | None:
-    arguments = value.get("arguments") if isinstance(value, dict) else None
-    try:
-        if isinstance(arguments, str):
-            arguments = strict_json(arguments)
-        if not isinstance(arguments, dict) or depth_of(arguments) > MAX_DEPTH:
-            return None
-        name, written = value.get("name"), json.dumps(arguments, ensure_ascii=False)
-        if not isinstance(name, str) or not name:
-            return None
-        (name + written).encode()  # half a surrogate pair is no text that could be sent
-    except (ValueError, RecursionError):
-        return None
-    return tool_call(f"call_{new_id()[:24]}", name, written)
 
 
 def forced_start(use: ToolUse | None) -> str:

@@ -51,6 +51,8 @@ class History:
         forms = [answer]
         if answer.get("tool_calls"):
             forms.append({**answer, "content": ""})  # some agents keep the calls alone
+        # Most clients do not send back what was told as a thought.
+        forms += [{k: v for k, v in form.items() if k != "reasoning_content"} for form in forms]
         for form in {_said(form) for form in forms}:
             with_answer = chain.copy()
             with_answer.update(form)

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rllm.gateway.errors import RequestError
+from rllm.tools.json_text import MAX_DEPTH, depth_of, strict_json
 from rllm.types import Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-# Deeper than this, Python's JSON and the template engine run out of stack.
-MAX_DEPTH = 64
 
 
 @dataclass(frozen=True)
@@ -184,29 +183,6 @@ def plain_json(value: Any, where: str, param: str) -> Any:
     except (TypeError, ValueError) as error:
         raise RequestError(f"{where} is no valid JSON: {error}", param) from error
     return value
-
-
-def depth_of(value: Any) -> int:
-    """How deep lists and objects are nested in a JSON value; more than `MAX_DEPTH` may be told as `MAX_DEPTH` + 1."""
-    level, depth = [value], 0
-    while level and depth <= MAX_DEPTH:
-        nested = [item for item in level if isinstance(item, (Mapping, list, tuple))]
-        if not nested:
-            return depth
-        depth += 1
-        level = [inner for item in nested for inner in (item.values() if isinstance(item, Mapping) else item)]
-    return depth
-
-
-def strict_json(text: str | bytes) -> Any:
-    """`json.loads` without NaN and infinities, which JSON does not have. Raises ValueError or RecursionError."""
-
-    return json.loads(text, parse_constant=no_constant)
-
-
-def no_constant(name: str) -> Any:
-    """Refuses the words that Python's JSON reads as numbers."""
-    raise ValueError(f"{name} is no JSON number")
 
 
 def canonical_json(value: Any) -> str:

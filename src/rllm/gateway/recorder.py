@@ -23,7 +23,7 @@ class Call:
     """One recorded call. `order` counts the calls of a session as they began; `trajectory` is the uid it was tagged with.
 
     `extends` is the id of the call whose tokens its prompt goes on from; None: it starts a segment, a run of tokens of its own.
-    `rewrote` says where a chat that continues an earlier one left its tokens.
+    `rewrote` says where a chat that continues an earlier one left its tokens. `apart`: the caller was told the thought beside the content.
     """
 
     output: ModelOutput
@@ -32,6 +32,7 @@ class Call:
     order: int
     extends: str | None = None
     rewrote: Rewrite | None = None
+    apart: bool = False
     as_sampled: list[Message] = field(default_factory=list, repr=False)
     """`messages` with each answer as it was sampled."""
     prompt_text: str = field(default="", repr=False)
@@ -40,13 +41,10 @@ class Call:
     @property
     def answer(self) -> Message:
         """The answer as a message, as the caller was given it."""
-        return answer_of(self.output)
-
-
-def answer_of(output: ModelOutput) -> Message:
-    """What a model said, as a message of a chat."""
-    calls = {"tool_calls": output.tool_calls} if output.tool_calls else {}
-    return {"role": "assistant", "content": output.content} | calls
+        output = self.output
+        thought = {"reasoning_content": output.reasoning} if self.apart and output.reasoning else {}
+        calls = {"tool_calls": output.tool_calls} if output.tool_calls else {}
+        return {"role": "assistant", "content": output.content} | thought | calls
 
 
 @dataclass

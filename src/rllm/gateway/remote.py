@@ -16,16 +16,13 @@ import httpx
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from rllm.errors import UserError
+from rllm.gateway import responses
+from rllm.gateway.endpoint import ATTEMPTS, TRANSIENT, key_header, served_model, wait_of
+from rllm.gateway.errors import RequestError
+from rllm.gateway.messages import tool_call
 from rllm.gateway.recorder import Call, Session
 from rllm.gateway.thread import AppThread
 from rllm.types import AgentConfig, Message, ModelOutput, TerminationEvent, TerminationReason, new_id
-
-# What may pass by itself: too many requests, and servers that are not there for a moment.
-TRANSIENT = (408, 429, 500, 502, 503, 504)
-ATTEMPTS = 4
-MOST_WAIT_S = 30.0
-CHECK_TIMEOUT_S = 30.0
 
 
 class RemoteGateway(AppThread):
@@ -40,12 +37,14 @@ class RemoteGateway(AppThread):
         *,
         api_key: str | None = None,
         call_timeout_s: float | None = None,
+        template: Mapping[str, Any] | None = None,
     ):
-        """`model` None: the first that the endpoint lists. An endpoint that does not answer or refuses the key is a `UserError`."""
+        """`model` None: the first that the endpoint lists. `template`: sent as ``chat_template_kwargs`` with chats that have none. An endpoint that does not answer or refuses the key is a `UserError`."""
         super().__init__("127.0.0.1", 0)
         self.base_url, self.call_timeout_s = base_url.rstrip("/"), call_timeout_s
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self.model_name = self._checked(model)
+        self.template = dict(template or {})
+        self._headers = key_header(api_key)
+        self.model_name = served_model(self.base_url, self._headers, model)
         self._sessions: dict[str, Session] = {}
         self._client: httpx.AsyncClient | None = None
 
@@ -136,9 +135,11 @@ class RemoteGateway(AppThread):
     def _complete(self, body: dict[str, Any], session: Session) -> None:
         """The session's settings where the call has none, and the endpoint's name of the model."""
         body["model"] = body.get("model") or self.model_name
-        if "input" in body:  # the Responses API names its settings otherwise
-            return
+        if self.template and "messages" in body and body.get("chat_template_kwargs") is None:
+            body["chat_template_kwargs"] = self.template
         for name, value in session.sampling.items():
+            if "input" in body and name == "max_tokens":  # the Responses API has a name of its own for it
+                name = "max_output_tokens"
             is_length = name == "max_tokens" and body.get("max_completion_tokens") is not None
             is_off = name == "top_p" and value == 1.0
             if value is not None and body.get(name) is None and not is_length and not is_off:
@@ -149,47 +150,19 @@ class RemoteGateway(AppThread):
         assert self._client is not None
         for attempt in range(ATTEMPTS):
             last = attempt == ATTEMPTS - 1
-            wait = min(2.0**attempt, MOST_WAIT_S)
+            wait = wait_of(attempt, None)
             try:
                 request = self._client.build_request(method, f"{self.base_url}/{path}", json=body)
                 answer = await self._client.send(request, stream=True)
                 if answer.status_code not in TRANSIENT or last or answer.headers.get("x-should-retry") == "false":
                     return answer
-                with contextlib.suppress(ValueError):
-                    wait = min(float(answer.headers.get("retry-after", wait)), MOST_WAIT_S)
+                wait = wait_of(attempt, answer)
                 await answer.aclose()
             except httpx.ConnectError:
                 if last:
                     raise
             await asyncio.sleep(wait)
         raise AssertionError("not reached")
-
-    def _checked(self, model: str | None) -> str:
-        """The model's name, after the endpoint was asked for its list once."""
-        try:
-            answer = httpx.get(f"{self.base_url}/models", headers=self._headers, timeout=CHECK_TIMEOUT_S)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise UserError(
-                f"--base-url {self.base_url}: nothing answers there ({type(error).__name__}: {error}); give the URL up to and with "
-                "/v1 of a server that runs"
-            ) from error
-        if answer.status_code in (401, 403):
-            raise UserError(
-                f"--base-url {self.base_url}: the endpoint refuses the API key (status {answer.status_code}); name the environment "
-                "variable that holds it with --api-key-env"
-            )
-        try:
-            names = [str(entry["id"]) for entry in answer.json()["data"]]
-        except (ValueError, KeyError, TypeError):
-            names = []
-        if model is None and not names:
-            raise UserError(
-                f"--base-url {self.base_url}: it lists no models (status {answer.status_code}); give --model NAME"
-            )
-        if model is not None and names and model not in names:
-            shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
-            raise UserError(f"--model {model!r}: {self.base_url} serves {shown}")
-        return model or names[0]
 
 
 class RemoteEngine:
@@ -230,8 +203,13 @@ class _Record:
         self.order = self.session.next_order()
 
     def take(self, data: Any) -> None:
-        """Record the choices of a whole answer. What is no chat or text completion is none of ours."""
-        choices: list[Any] = (data.get("choices") if isinstance(data, dict) else None) or []
+        """Record the choices of a whole answer. What is no chat, text completion or response is none of ours."""
+        if not isinstance(data, dict):
+            return
+        if data.get("object") == "response":
+            self._take_response(data)
+            return
+        choices: list[Any] = data.get("choices") or []
         for i, choice in enumerate(choices):
             message = choice.get("message") or {}
             call = str(data.get("id") or new_id())
@@ -245,20 +223,34 @@ class _Record:
 
     def take_events(self, events: list[Any]) -> None:
         """Record a streamed answer from its events, as far as it came."""
-        texts: dict[int, list[str]] = {}
-        reasons: dict[int, str] = {}
+        told: dict[int, _Told] = {}
         call = ""
         for event in events:
+            if event.get("type") in ("response.completed", "response.incomplete"):
+                self._take_response(event.get("response") or {})
             call = call or str(event.get("id") or "")
             for choice in event.get("choices") or ():
-                i = int(choice.get("index") or 0)
-                texts.setdefault(i, []).append(
-                    str((choice.get("delta") or {}).get("content") or choice.get("text") or "")
-                )
-                reasons[i] = choice.get("finish_reason") or reasons.get(i, "")
-        for i, parts in texts.items():
-            name = (call or new_id()) if len(texts) == 1 else f"{call}-{i}"
-            self._record(name, "".join(parts), reasons[i] or "stop", "", [])
+                told.setdefault(int(choice.get("index") or 0), _Told()).add(choice)
+        for i, one in told.items():
+            name = (call or new_id()) if len(told) == 1 else f"{call}-{i}"
+            self._record(name, one.text, one.reason or "stop", one.reasoning, list(one.calls.values()))
+
+    def _take_response(self, data: Mapping[str, Any]) -> None:
+        """Record an answer of the Responses API."""
+        texts: list[str] = []
+        thoughts: list[str] = []
+        calls: list[dict[str, Any]] = []
+        for item in data.get("output") or ():
+            parts = item.get("content") or ()
+            if item.get("type") == "function_call":
+                calls.append(tool_call(str(item.get("call_id") or ""), item.get("name"), item.get("arguments")))
+            elif item.get("type") == "reasoning":
+                thoughts += [str(part.get("text") or "") for part in (*parts, *(item.get("summary") or ()))]
+            else:
+                texts += [str(part.get("text") or "") for part in parts]
+        cut = data.get("status") == "incomplete"
+        reason = "length" if cut else "tool_calls" if calls else "stop"
+        self._record(str(data.get("id") or new_id()), "".join(texts), reason, "".join(thoughts), calls)
 
     def _record(self, call: str, text: str, reason: str, reasoning: str, tool_calls: list[Any]) -> None:
         output = ModelOutput(
@@ -275,7 +267,33 @@ class _Record:
             tool_calls=tool_calls,
             adapter="",
         )
-        self.session.record(Call(output, list(self.body.get("messages") or ()), self.trajectory, self.order))
+        messages: list[Message] = list(self.body.get("messages") or ())
+        if "input" in self.body:
+            with contextlib.suppress(RequestError):  # items that only this endpoint knows
+                messages = responses.as_messages(self.body)
+        self.session.record(Call(output, messages, self.trajectory, self.order))
+
+
+@dataclass
+class _Told:
+    """One choice of a streamed answer, put together."""
+
+    text: str = ""
+    reasoning: str = ""
+    reason: str = ""
+    calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, choice: Mapping[str, Any]) -> None:
+        delta = choice.get("delta") or {}
+        self.text += str(delta.get("content") or choice.get("text") or "")
+        self.reasoning += str(delta.get("reasoning_content") or "")
+        self.reason = choice.get("finish_reason") or self.reason
+        for part in delta.get("tool_calls") or ():
+            function = part.get("function") or {}
+            call = self.calls.setdefault(int(part.get("index") or 0), tool_call("", "", ""))
+            call["id"] = part.get("id") or call["id"]
+            call["function"]["name"] += function.get("name") or ""
+            call["function"]["arguments"] += function.get("arguments") or ""
 
 
 async def _streamed(answer: httpx.Response, record: _Record | None) -> AsyncIterator[bytes]:

@@ -5,6 +5,7 @@ Knows the tokenizer and its template; nothing of calls or sessions.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,12 @@ CACHED_TEXTS, CACHED_CHARACTERS = 1024, 32_768
 # message can write the token that ends a turn.
 _CUT = "\ufdd0"
 _PROBE = "rllm_probe"
+# Byte-level tokenizers write each byte as a character: printable Latin-1 as itself, the others as those from U+0100 on, in order.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(0x100 + i): byte for i, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)
+}
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Renderer:
@@ -35,6 +42,12 @@ class Renderer:
             for token, added in getattr(tokenizer, "added_tokens_decoder", {}).items()
             if added.special and added.content not in kept
         }
+        # No token stands for more characters of a text than this; composing accents makes up to three characters one.
+        vocabulary = tokenizer.get_vocab()
+        self.most_characters = 3 * max(map(len, vocabulary))
+        # Tokens that are written as they are; the others are written in the tokenizer's own alphabet.
+        self._whole = frozenset(tokenizer.all_special_ids) | set(getattr(tokenizer, "added_tokens_decoder", {}))
+        self._byte_level = all(character in vocabulary for character in "ĠĊÃâ")  # some vocabularies lack rare bytes
         self._encoded: OrderedDict[str, list[int]] = OrderedDict()
         self._speaks_hermes: dict[str, bool] = {}
         self._lock = threading.Lock()
@@ -79,6 +92,16 @@ class Renderer:
         """Text of sampled tokens without the tokens of structure."""
         shown = [token for token in ids if token not in self._hidden]
         return self.tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token adds to a text; part of a character for some."""
+        raw = self.tokenizer.convert_ids_to_tokens(token)
+        if token in self._whole:
+            return raw.encode()
+        if self._byte_level:
+            return bytes(_BYTE_OF[character] for character in raw if character in _BYTE_OF)
+        byte = _BYTE_TOKEN.fullmatch(raw)
+        return bytes([int(byte[1], 16)]) if byte else raw.replace("\u2581", " ").encode()
 
     def marker(self, token: int) -> str | None:
         """The text of a token of structure, None for any other."""

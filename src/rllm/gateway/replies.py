@@ -18,13 +18,14 @@ from rllm.types import ModelOutput
 
 @dataclass(frozen=True)
 class Reply:
-    """What all parts of one answer share. `chat`: the chat route, else completions."""
+    """What all parts of one answer share. `chat`: the chat route, else completions. `apart`: thoughts beside the content."""
 
     call_id: str
     model_name: str
     form: ReplyForm
     chat: bool
     model: ChatModel
+    apart: bool = False
 
     def whole(self, outputs: Sequence[ModelOutput]) -> dict[str, Any]:
         """The JSON body of an answer that is not streamed."""
@@ -35,7 +36,8 @@ class Reply:
             if self.chat:
                 calls = {"tool_calls": output.tool_calls} if output.tool_calls else {}
                 content = output.content or (None if calls else "")
-                choice["message"] = {"role": "assistant", "content": content, "refusal": None} | calls
+                thought = {"reasoning_content": output.reasoning or None} if self.apart else {}
+                choice["message"] = {"role": "assistant", "content": content, "refusal": None} | thought | calls
             else:
                 choice["text"] = output.content
             if self.form.logprobs:
@@ -56,7 +58,7 @@ class Reply:
                 if isinstance(part, ModelOutput):
                     outputs[i] = part
                     yield event(head | {"choices": [self._end(i, part)]})
-                elif part.text or part.ids:
+                elif part.text or part.thought or part.ids:
                     yield event(head | {"choices": [self._piece(i, part, i not in begun)]})
                     begun.add(i)
         finally:
@@ -72,7 +74,9 @@ class Reply:
     def _piece(self, i: int, piece: Piece, first: bool) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": i, "finish_reason": None, "logprobs": None}
         if self.chat:
-            choice["delta"] = ({"role": "assistant"} if first else {}) | {"content": piece.text}
+            thought = {"reasoning_content": piece.thought} if piece.thought else {}
+            content = {"content": piece.text} if piece.text or not thought else {}
+            choice["delta"] = ({"role": "assistant"} if first else {}) | thought | content
         else:
             choice["text"] = piece.text
         if self.form.logprobs:
@@ -93,13 +97,14 @@ class Reply:
         return choice
 
     def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
-        texts = self.model.token_texts(ids)
+        parts = [self.model.renderer.token_bytes(token) for token in ids]
+        texts = [part.decode("utf-8", "replace") for part in parts]
         if not self.chat:
             return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": None}
         return {
             "content": [
-                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, logprob in zip(texts, logprobs, strict=True)
+                {"token": text, "logprob": logprob, "bytes": list(part), "top_logprobs": []}
+                for text, part, logprob in zip(texts, parts, logprobs, strict=True)
             ]
         }
 

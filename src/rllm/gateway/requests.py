@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rllm.config.names import TEMPLATE_RESERVED
 from rllm.gateway.errors import RequestError
 from rllm.gateway.messages import plain_text
 
@@ -42,23 +43,26 @@ _OFF: dict[str, tuple[Any, ...]] = {
 }
 _SAMPLING = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 _BOTH = {*_SAMPLING, "model", "n", "stream", "stream_options", "logprobs", "return_token_ids"}
-_CHAT = {*_BOTH, "messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"}
-_COMPLETIONS = {*_BOTH, "prompt"}
+_CHAT = {
+    *_BOTH,
+    "messages",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+    "separate_reasoning",
+}
+_COMPLETIONS = {*_BOTH, "prompt", "echo", "prompt_logprobs"}
 # Why a setting is refused, where the reason is not that nothing here does it.
 _WHY = {
     "response_format": "decoding held to a format would sample from another distribution than the log-probabilities tell; ask for "
     "the format in the prompt and check the answer",
 }
-# What `apply_chat_template` is told here and by nobody else.
-_TEMPLATE_RESERVED = {
-    "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
-    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class CallParams:
-    """Sampling settings of one call; None means "the session's, else the default"."""
+    """Sampling settings of one call; None means "the session's, else the default". `separate_reasoning` changes only how it is told."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -66,6 +70,7 @@ class CallParams:
     top_k: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    separate_reasoning: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ def check_names(body: Mapping[str, Any], chat: bool) -> None:
     """Refuse what is unknown, and what would have to be ignored although it changes the answer."""
     known = _CHAT if chat else _COMPLETIONS
     for name, value in body.items():
-        if name in _OFF:
+        if name in _OFF and name not in known:
             if value not in _OFF[name]:
                 why = _WHY.get(name, "leave it out")
                 raise RequestError(f"{name} is not supported here: {why}", name, "unsupported_parameter")
@@ -98,7 +103,7 @@ def template_settings(given: Any) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise RequestError("chat_template_kwargs must be an object", "chat_template_kwargs")
     for name, value in given.items():
-        if not name.isidentifier() or name in _TEMPLATE_RESERVED or not isinstance(value, (bool, int, float, str)):
+        if not name.isidentifier() or name in TEMPLATE_RESERVED or not isinstance(value, (bool, int, float, str)):
             raise RequestError(
                 f"chat_template_kwargs.{name}: allowed are flags, numbers and texts under names of the template's own",
                 "chat_template_kwargs",
@@ -138,14 +143,16 @@ def call_params(given: Mapping[str, Any]) -> CallParams:
         top_k=_number(given, "top_k", int, 0, 2**31),
         seed=_number(given, "seed", int, -(2**63), 2**63 - 1),
         stop=tuple(map(str, stops)),
+        separate_reasoning=None if given.get("separate_reasoning") is None else flag(given, "separate_reasoning"),
     )
 
 
 def sampling_keywords(given: Mapping[str, Any]) -> CallParams:
     """`call_params` for a Python caller: every keyword must be one of them."""
+    allowed = (*_SAMPLING, "separate_reasoning")
     for name in given:
-        if name not in _SAMPLING:
-            raise RequestError(f"unknown keyword {name!r}; allowed are {', '.join(_SAMPLING)} and trajectory", name)
+        if name not in allowed:
+            raise RequestError(f"unknown keyword {name!r}; allowed are {', '.join(allowed)} and trajectory", name)
     return call_params(given)
 
 

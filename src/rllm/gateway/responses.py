@@ -19,7 +19,7 @@ from rllm.types import Message, ModelOutput, new_id
 
 _USED = {
     "model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "temperature", "top_p", "max_output_tokens",
-    "stream", "chat_template_kwargs",
+    "stream", "chat_template_kwargs", "separate_reasoning",
 }  # fmt: skip
 _IGNORED = {
     "store", "metadata", "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "stream_options",
@@ -78,12 +78,32 @@ def _add_item(chat: list[dict[str, Any]], item: Any, where: str) -> None:
     if not isinstance(item, Mapping):
         raise RequestError(f"{where} must be an object", "input")
     kind = item.get("type", "message")
+    last = chat[-1] if chat else {}
     if kind == "message":
-        chat.append({"role": item.get("role"), "content": _text_of(item.get("content"), where)})
+        said = {"role": item.get("role"), "content": _text_of(item.get("content"), where)}
+        if (
+            said["role"] == "assistant"
+            and "reasoning_content" in last
+            and not (last["content"] or "tool_calls" in last)
+        ):
+            last["content"] = said["content"]
+        else:
+            chat.append(said)
+    elif kind == "reasoning":  # of the answer that follows it
+        given = [item.get(name) or [] for name in ("content", "summary")]
+        parts = [part for one in given for part in (one if isinstance(one, list) else [None])]
+        if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
+            raise RequestError(f"{where}: its content and summary must be lists of texts", "input")
+        chat.append(
+            {
+                "role": "assistant",
+                "content": "",
+                "reasoning_content": "".join(str(part["text"]) for part in parts if part),
+            }
+        )
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
-        last = chat[-1] if chat else {}
         if last.get("role") == "assistant":
             last["tool_calls"] = [*last.get("tool_calls", ()), call]
         else:
@@ -93,7 +113,7 @@ def _add_item(chat: list[dict[str, Any]], item: Any, where: str) -> None:
         chat.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
     else:
         raise RequestError(
-            f"{where}: items of type {kind!r} are not supported; message, function_call and function_call_output are",
+            f"{where}: items of type {kind!r} are not supported; message, reasoning, function_call and function_call_output are",
             "input",
             "unsupported_parameter",
         )
@@ -136,17 +156,19 @@ class ResponseReply:
     body: Mapping[str, Any]
     message_id: str
     created: int
+    apart: bool
+    """Whether a thought is an item of its own."""
 
     @classmethod
-    def to(cls, body: Mapping[str, Any], call_id: str, model_name: str) -> ResponseReply:
-        return cls(call_id, model_name, body, f"msg_{new_id()}", int(time.time()))
+    def to(cls, body: Mapping[str, Any], call_id: str, model_name: str, apart: bool) -> ResponseReply:
+        return cls(call_id, model_name, body, f"msg_{new_id()}", int(time.time()), apart)
 
     def whole(self, output: ModelOutput) -> dict[str, Any]:
         """The response object of a finished answer."""
         cut = output.finish_reason == "length"
         prompt, sampled = output.prompt_length, output.completion_length
         return self._response("incomplete" if cut else "completed") | {
-            "output": [item for item, _ in self._items(output)],
+            "output": self._items(output),
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "usage": {
                 "input_tokens": prompt,
@@ -164,7 +186,7 @@ class ResponseReply:
         def tell(kind: str, **data: Any) -> str:
             return event({"type": kind, "sequence_number": next(numbers)} | data, kind)
 
-        part = {"item_id": self.message_id, "output_index": 0, "content_index": 0}
+        thought = ""
         said = False
         output: ModelOutput | None = None
         begun = False
@@ -176,34 +198,60 @@ class ResponseReply:
                         yield tell(kind, response=self._response("in_progress"))
                 if isinstance(piece, ModelOutput):
                     output = piece
-                elif piece.text:
+                    continue
+                if piece.thought:
+                    if not thought:
+                        yield tell("response.output_item.added", output_index=0, item=self._thought(None))
+                    thought += piece.thought
+                    yield tell("response.reasoning_text.delta", delta=piece.thought, **self._part(self.thought_id, 0))
+                if piece.text:
                     if not said:
                         said = True
-                        for line in self._message_begins(tell, part):
+                        for line in (*self._thought_ends(tell, thought), *self._message_begins(tell, thought)):
                             yield line
-                    yield tell("response.output_text.delta", delta=piece.text, logprobs=[], **part)
+                    where = self._part(self.message_id, int(bool(thought)))
+                    yield tell("response.output_text.delta", delta=piece.text, logprobs=[], **where)
         finally:
             await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue]
         assert output is not None
-        if not said and not output.tool_calls:
-            for line in self._message_begins(tell, part):
+        if not said:
+            begins = [] if output.tool_calls else self._message_begins(tell, thought)
+            for line in (*self._thought_ends(tell, thought), *begins):
                 yield line
-        for i, (item, is_call) in enumerate(self._items(output)):
-            for line in self._item_ends(tell, part, i, item, is_call):
+        for i, item in enumerate(self._items(output)):
+            for line in self._item_ends(tell, i, item):
                 yield line
         kind = "response.incomplete" if output.finish_reason == "length" else "response.completed"
         yield tell(kind, response=self.whole(output))
 
-    def _message_begins(self, tell: Any, part: dict[str, Any]) -> list[str]:
-        empty = _message(self.message_id, "in_progress", None)
+    @property
+    def thought_id(self) -> str:
+        return f"rs_{self.message_id.removeprefix('msg_')}"
+
+    def _part(self, item_id: str, index: int) -> dict[str, Any]:
+        return {"item_id": item_id, "output_index": index, "content_index": 0}
+
+    def _thought_ends(self, tell: Any, thought: str) -> list[str]:
+        if not thought:
+            return []
         return [
-            tell("response.output_item.added", output_index=0, item=empty),
-            tell("response.content_part.added", part=_text_part(""), **part),
+            tell("response.reasoning_text.done", text=thought, **self._part(self.thought_id, 0)),
+            tell("response.output_item.done", output_index=0, item=self._thought(thought)),
         ]
 
-    def _item_ends(self, tell: Any, part: dict[str, Any], i: int, item: dict[str, Any], is_call: bool) -> list[str]:
-        if not is_call:
-            text = item["content"][0]["text"]
+    def _message_begins(self, tell: Any, thought: str) -> list[str]:
+        index = int(bool(thought))
+        empty = _message(self.message_id, "in_progress", None)
+        return [
+            tell("response.output_item.added", output_index=index, item=empty),
+            tell("response.content_part.added", part=_text_part(""), **self._part(self.message_id, index)),
+        ]
+
+    def _item_ends(self, tell: Any, i: int, item: dict[str, Any]) -> list[str]:
+        if item["type"] == "reasoning":  # it ended when the message began
+            return []
+        if item["type"] == "message":
+            text, part = item["content"][0]["text"], self._part(self.message_id, i)
             lines = [
                 tell("response.output_text.done", text=text, logprobs=[], **part),
                 tell("response.content_part.done", part=item["content"][0], **part),
@@ -218,16 +266,20 @@ class ResponseReply:
             ]
         return [*lines, tell("response.output_item.done", output_index=i, item=item)]
 
-    def _items(self, output: ModelOutput) -> list[tuple[dict[str, Any], bool]]:
-        """(item, whether it is a function call): the message first, unless there are only calls."""
+    def _items(self, output: ModelOutput) -> list[dict[str, Any]]:
+        """The thought if it is told apart, the message unless there are only calls, the calls."""
         status = "incomplete" if output.finish_reason == "length" else "completed"
-        items: list[tuple[dict[str, Any], bool]] = []
+        items = [self._thought(output.reasoning)] if self.apart and output.reasoning else []
         if output.content or not output.tool_calls:
-            items.append((_message(self.message_id, status, output.content), False))
+            items.append(_message(self.message_id, status, output.content))
         for call in output.tool_calls:
             item = {"type": "function_call", "id": f"fc_{call['id'].removeprefix('call_')}", "call_id": call["id"]}
-            items.append((item | dict(call["function"]) | {"status": "completed"}, True))
+            items.append(item | dict(call["function"]) | {"status": "completed"})
         return items
+
+    def _thought(self, text: str | None) -> dict[str, Any]:
+        content = [] if text is None else [{"type": "reasoning_text", "text": text}]
+        return {"type": "reasoning", "id": self.thought_id, "summary": [], "content": content}
 
     def _response(self, status: str) -> dict[str, Any]:
         body = self.body

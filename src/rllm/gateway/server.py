@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rllm.backends.base import DEFAULT_ADAPTER, Backend
 from rllm.gateway.chat import ChatModel, SessionEngine
@@ -30,11 +30,13 @@ class Gateway(AppThread):
         default_max_tokens: int = 512,
         models: Mapping[str, str] | None = None,
         roles: Sequence[str] = (),
+        reasoning: Literal["content", "split"] = "content",
+        template: Mapping[str, Any] | None = None,
     ):
         """`models`: what may be asked for outside of sessions, each with its adapter; the first answers where none is named.
-        `roles` have an adapter of their own."""
+        `roles` have an adapter of their own. `reasoning`, `template`: see `ChatModel`."""
         super().__init__(host, port)
-        self.model = ChatModel(backend, max_prompt_length, default_max_tokens)
+        self.model = ChatModel(backend, max_prompt_length, default_max_tokens, reasoning, template)
         self.models = dict(models or {backend.model_name: DEFAULT_ADAPTER})
         self.roles = tuple(roles)
         self._sessions: dict[str, Session] = {}

@@ -50,12 +50,12 @@ class TextStream:
         if found:
             self._closed, until = True, min(found)
         else:
-            until = len(self._text) - max((_overlap(self._text, end) for end in self._ends), default=0)
+            until = len(self._text) - max((overlap(self._text, end) for end in self._ends), default=0)
         if self._closed_by:
             until = len(self._text[:until].rstrip())
         return until
 
 
-def _overlap(text: str, end: str) -> int:
+def overlap(text: str, end: str) -> int:
     """The longest end of `text` with which `end` begins."""
     return next((n for n in range(min(len(end) - 1, len(text)), 0, -1) if text.endswith(end[:n])), 0)

@@ -37,6 +37,7 @@ class LowRankPairs:
         sums: dict[tuple[int, str], Pair] | None = None,
     ):
         self._pairs, self.ranks, self.flat, self.dropout, self._sums = pairs, ranks, flat, dropout, sums
+        self.riding = False
         # Where gradients go past autograd, something must still ask it for a backward pass.
         self.anchor = torch.zeros((), device=flat.device, requires_grad=True) if sums is not None else None
 
@@ -96,6 +97,8 @@ class LoraAdapter(nn.Module):
         self.scales: dict[str, float] = {}
         # How the matrices go into a snapshot; made again when one of them is replaced.
         self._filling: tuple[torch.dtype, Scatter] | None = None
+        self._accumulator: LowRankPairs | None = None
+        self._sums = torch.empty(0)
         for name in modules:
             inputs, outputs = shapes[name]
             own = by_pattern(rank_pattern or {}, name, rank)
@@ -115,7 +118,7 @@ class LoraAdapter(nn.Module):
         self.a[_key(name)] = nn.Parameter(a.float().to(device))
         self.b[_key(name)] = nn.Parameter(b.float().to(device))
         self.scales[name] = scale
-        self._filling = None
+        self._filling = self._accumulator = None
 
     def alpha_of(self, name: str) -> float:
         """The alpha that gives this module its scale."""
@@ -133,22 +136,18 @@ class LoraAdapter(nn.Module):
         """The pairs as they are now, apart from the trained tensors: what is published."""
         ranks = self.part_ranks()
         flat = torch.zeros(self._size(ranks), dtype=dtype, device=self._device)
-        if self._filling is None or self._filling[0] is not dtype:
-            scatter = Scatter(*self._matched(self._views(flat, ranks), ranks), target=flat)
-            self._filling = (dtype, scatter)
-        self._filling[1].run(target=flat)
+        self._fill(flat)
         return LowRankPairs(self._views(flat, ranks), ranks, flat)
 
     def accumulating(self, dtype: torch.dtype) -> tuple[LowRankPairs, Callable[[], None]]:
         """Pairs to train on in several backward passes, which add their gradients to `sums` in float32, and what to call after the
-        last: it adds the sums to the gradients of the matrices."""
-        held = self.snapshot(dtype)
-        sums = torch.zeros(held.flat.shape, device=self._device)
-        views = self._views(sums, held.ranks)
+        last: it adds the sums to the gradients of the matrices. The pairs stay where they are from call to call; each starts anew."""
+        pairs, sums = self.current(dtype), self._sums
+        sums.zero_()
 
         @torch.no_grad()
         def finish() -> None:
-            matrices, pieces, scales = self._matched(views, held.ranks)
+            matrices, pieces, scales = self._matched(self._views(sums, pairs.ranks), pairs.ranks)
             gradients = []
             for matrix in matrices:
                 if matrix.grad is None:
@@ -156,8 +155,29 @@ class LoraAdapter(nn.Module):
                 gradients.append(matrix.grad)
             Scatter(pieces, gradients, scales, add=True).run()
 
-        pairs = LowRankPairs(self._views(held.flat, held.ranks), held.ranks, held.flat, None, views)
         return pairs, finish
+
+    def current(self, dtype: torch.dtype) -> LowRankPairs:
+        """The pairs of `accumulating` as the matrices are now, the sums left alone."""
+        if self._accumulator is None or self._accumulator.flat.dtype is not dtype:
+            ranks = self.part_ranks()
+            flat = torch.zeros(self._size(ranks), dtype=dtype, device=self._device)
+            self._sums = torch.zeros(flat.shape, device=self._device)
+            self._accumulator = LowRankPairs(
+                self._views(flat, ranks), ranks, flat, None, self._views(self._sums, ranks)
+            )
+        self._fill(self._accumulator.flat)
+        self._accumulator.riding = False  # what stands around the weights may be older
+        return self._accumulator
+
+    @torch.no_grad()
+    def _fill(self, flat: Tensor) -> None:
+        """Write the matrices, scales folded in, to their places in `flat`."""
+        ranks = self.part_ranks()
+        if self._filling is None or self._filling[0] is not flat.dtype:
+            scatter = Scatter(*self._matched(self._views(flat, ranks), ranks), target=flat)
+            self._filling = (flat.dtype, scatter)
+        self._filling[1].run(target=flat)
 
     def part_ranks(self) -> dict[tuple[int, str], tuple[int, ...]]:
         """For every (layer, block) the rank of each matrix in it, 0 where it has no update."""

@@ -251,6 +251,11 @@ def match_config_to_adapter(config: Config) -> Config:
     return config.model_copy(update={"lora": LoraConfig.model_validate(lora)})
 
 
+def adapter_settings(folder: Path) -> LoraSettings:
+    """Settings with which an adapter like that of `folder`, and started from it, is made."""
+    return LoraSettings.model_validate(_settings_of(folder))
+
+
 def _settings_of(folder: Path) -> dict[str, Any]:
     saved, matrices = read_adapter(folder)
     return {

@@ -55,6 +55,8 @@ class Rollouts:
             port=config.gateway.port,
             max_prompt_length=config.data.max_prompt_length,
             default_max_tokens=config.data.max_response_length,
+            reasoning=limits.reasoning,
+            template=limits.chat_template_kwargs,
             roles=[] if config.lora.per_role == "shared" else list(config.lora.per_role),
         )
 

@@ -25,8 +25,8 @@ class PythonTool(Tool):
     """``python(code)``: each call is a fresh interpreter in an empty temporary folder, with no variables of this process.
 
     Limits: `timeout_s` of wall and processor time, `memory_mb`, `max_characters` of output. Without `network` the child moves to an
-    empty network namespace where Linux allows it, and an audit hook refuses sockets, other programs, ctypes, and writing outside of
-    its folder. Files that the user can read can be read. That holds against what models write by mistake; it is no prison
+    empty network namespace where Linux allows it; an audit hook, and Landlock where the kernel has it, refuse sockets, other programs,
+    ctypes, and writing outside of its folder. Files that the user can read can be read. That holds against what models write by mistake; it is no prison
     for code that means harm: run such code in a container. Only the standard library is there unless `site_packages`.
     """
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, Validation
 from rllm.errors import UserError
 from rllm.flow import call
 from rllm.tools.calls import ToolCall
+from rllm.tools.json_text import strict_json
 
 TIMEOUT_S = 30.0
 MAX_CHARACTERS = 8000
@@ -90,7 +91,7 @@ class Tool:
         if not arguments.strip() and not self._model.model_fields:
             arguments = "{}"
         try:
-            values = json.loads(arguments)
+            values = strict_json(arguments)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the arguments of {self.name} are not valid JSON: {error}") from error
         if not isinstance(values, dict):

@@ -27,13 +27,14 @@ from rllm.backends.base import (
     OnToken,
     Probe,
     SamplingParams,
+    Scored,
     initial_of,
 )
 from rllm.backends.local import cores
 from rllm.backends.local.adapters import SaveContext, create_adapters, save_adapter
 from rllm.backends.local.engine import Engine
 from rllm.backends.local.facts import describe
-from rllm.backends.local.learner import Learner
+from rllm.backends.local.learner import Learner, Policy
 from rllm.backends.local.loading import (
     end_of_turn_ids,
     load_decoder,
@@ -42,6 +43,7 @@ from rllm.backends.local.loading import (
     save_decoder,
 )
 from rllm.backends.local.model import Decoder
+from rllm.backends.local.teacher import check_length, load_teacher
 from rllm.config.check import quantization_problem
 from rllm.config.schema import Config, ModelConfig
 from rllm.errors import ConfigError, ModelError
@@ -59,16 +61,27 @@ ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 class LocalBackend:
     """See `rllm.backends.base.Backend`."""
 
-    def __init__(self, config: Config, folder: Path, model: Decoder, tokenizer: Any, adapters: dict[str, LoraAdapter]):
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        model: Decoder,
+        tokenizer: Any,
+        adapters: dict[str, LoraAdapter],
+        teacher: Policy | None = None,
+    ):
         self.config, self.folder, self.model, self.tokenizer = config, folder, model, tokenizer
         self.adapters = adapters
         self.model_name = config.model.path
         self.max_model_len = max_model_len(config, model)
+        if teacher is not None:
+            check_length(teacher, self.max_model_len)
         self._initial = {initial_of(name): adapter.snapshot(model.dtype) for name, adapter in adapters.items()}
         # Full fine-tuning overwrites the reference policy, so a copy is kept where one is asked for.
         has_reference = config.algorithm.kl_beta or config.algorithm.kl_in_reward
         start = copy.deepcopy(model) if has_reference and not adapters else None
-        self.learner = Learner(model, adapters, frozen=self._initial, start=start)
+        self.learner = Learner(model, adapters, frozen=self._initial, start=start, teacher=teacher)
+        self._scoring = threading.Lock()
         self.policy_version = 0
         self.engine = _engine_class(model)(
             model,
@@ -82,8 +95,7 @@ class LocalBackend:
         # The sampler's thread lets go of the interpreter lock at every operation; with the usual 5 ms switch interval each gateway
         # request would hold it up for that long.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        # The first optimizer step imports this, which takes seconds: have it ready before then.
-        threading.Thread(target=importlib.import_module, args=("torch._dynamo",), daemon=True).start()
+        self._optimizer_ready = False
 
     @classmethod
     def create(cls, config: Config) -> LocalBackend:
@@ -98,7 +110,8 @@ class LocalBackend:
             raise ModelError(
                 f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, the model {model.config.vocab_size}"
             )
-        return cls(config, folder, model, tokenizer, create_adapters(model, config.lora, config.trainer.seed))
+        teacher = None if config.trainer.val_only else load_teacher(config, folder, tokenizer, model)
+        return cls(config, folder, model, tokenizer, create_adapters(model, config.lora, config.trainer.seed), teacher)
 
     async def sample(
         self,
@@ -107,7 +120,12 @@ class LocalBackend:
         adapter: str = DEFAULT_ADAPTER,
         on_token: OnToken | None = None,
     ) -> Completion:
-        return await self.engine.sample(prompt_ids, params, adapter, on_token)
+        completion = await self.engine.sample(prompt_ids, params, adapter, on_token)
+        if not self._optimizer_ready:
+            # The first optimizer step imports this, which takes seconds: have it ready by then, but not before the first answer.
+            self._optimizer_ready = True
+            threading.Thread(target=importlib.import_module, args=("torch._dynamo",), daemon=True).start()
+        return completion
 
     def forward_backward(self, data: Sequence[Datum], loss: Losses) -> dict[str, float]:
         with cores.turn():
@@ -118,6 +136,10 @@ class LocalBackend:
     ) -> list[list[float]]:
         with cores.turn():
             return self.learner.logprobs(data, adapter, trained_only)
+
+    def score(self, ids: Sequence[int], adapter: str = DEFAULT_ADAPTER) -> Scored:
+        with self._scoring:  # one text at a time, so that many callers do not take the memory of many
+            return self.learner.score(ids, adapter)
 
     def optim_step(self, params: AdamParams) -> dict[str, float]:
         with cores.turn():

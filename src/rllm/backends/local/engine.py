@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial
@@ -189,13 +189,21 @@ class Engine:
             self._forget_prefixes()
             self._fail_orphans()
 
-        done: Future[None] = Future()
-        with self._wake:
-            if self._closed:
-                raise RuntimeError("the engine is closed")
-            self._commands.append((apply, done))
-            self._wake.notify()
-        done.result()
+        self._command(apply)
+
+    def update(self, adapters: Mapping[str, LowRank], drop: Collection[str] = ()) -> None:
+        """Sample with these adapters too from the next token on, in place of any of the same name, and no longer with those to `drop`;
+        all others stay as they are. Returns once that is so. Requests for a dropped one fail; those under way with a replaced one go on
+        with the new weights."""
+
+        def apply() -> None:
+            kept = {name: held for name, held in self.adapters.items() if name not in drop}
+            self.adapters = {**kept, **adapters}
+            self._adopt(self.adapters)
+            self._forget_prefixes({*adapters, *drop})
+            self._fail_orphans()
+
+        self._command(apply)
 
     def holds(self, name: str, pairs: LowRankPairs) -> bool:
         """Whether the adapter of that name is sampled with exactly these matrices."""
@@ -205,6 +213,16 @@ class Engine:
     def kv_bytes_of(self, sequences: int, tokens: int) -> int:
         """Bytes of the keys and values of so many sequences of that length."""
         return self._cache.nbytes_of(sequences, tokens)
+
+    def _command(self, apply: Callable[[], None]) -> None:
+        """Run `apply` in the engine's thread, between two tokens, and wait for it."""
+        done: Future[None] = Future()
+        with self._wake:
+            if self._closed:
+                raise RuntimeError("the engine is closed")
+            self._commands.append((apply, done))
+            self._wake.notify()
+        done.result()
 
     def stats(self) -> dict[str, float]:
         """Counts since the start: tokens generated and prefilled, prefix hits, decode steps; seconds spent prefilling and decoding."""
@@ -265,9 +283,10 @@ class Engine:
             self._merged[adapter] = model.merged(lora)
         return self._merged[adapter](ids, positions, attend)
 
-    def _forget_prefixes(self) -> None:
-        self._prefixes.clear()
-        self._prefix_bytes = 0
+    def _forget_prefixes(self, adapters: Collection[str] | None = None) -> None:
+        """Those read under these adapters; None: all."""
+        for key in [key for key in self._prefixes if adapters is None or key[0] in adapters]:
+            self._prefix_bytes -= self._prefixes.pop(key).nbytes
 
     def _set_running(self, requests: list[Request]) -> None:
         self._running = requests
@@ -352,7 +371,7 @@ class Engine:
             else:
                 missing.setdefault(key[0], []).append(key[1])
         for adapter, prompts in missing.items():
-            for batch in by_budget(prompts, PREFILL_TOKENS[self.model.device.type]):
+            for batch in _by_budget(prompts, PREFILL_TOKENS[self.model.device.type]):
                 for prompt, prefix in zip(batch, self._prefill_batch(batch, adapter), strict=True):
                     found[adapter, prompt] = self._prefixes[adapter, prompt] = prefix
                     self._prefix_bytes += prefix.nbytes
@@ -433,7 +452,7 @@ class Engine:
                 f"the model gave logits that are not finite at position {request.position} (adapter {request.adapter!r}, "
                 f"policy version {self.version}); the weights have probably diverged: try a lower learning rate"
             )
-        if token in self.eos_ids or token in request.params.stop_token_ids:
+        if token in request.params.stop_token_ids or (token in self.eos_ids and not request.params.ignore_eos):
             return "stop"
         if request.params.stop:
             assert self.decode is not None
@@ -470,7 +489,7 @@ def _unknown_adapter(name: str, published: Mapping[str, object]) -> ValueError:
     return ValueError(f"unknown adapter {name!r}; published are {', '.join(sorted(published))}")
 
 
-def by_budget(prompts: list[tuple[int, ...]], tokens: int) -> Iterator[list[tuple[int, ...]]]:
+def _by_budget(prompts: list[tuple[int, ...]], tokens: int) -> Iterator[list[tuple[int, ...]]]:
     """Batches of prompts of like length, each at most `tokens` when padded to its longest (or one prompt)."""
     batch: list[tuple[int, ...]] = []
     for prompt in sorted(prompts, key=len):

@@ -81,11 +81,13 @@ def memory_bytes(config: Config, model: Decoder, learner: Learner, engine: Engin
     """Estimate by part; activations and keys/values are the most that they are allowed to take."""
     trained = sum(parameter.numel() for parameter in learner.trainable())
     masters = trained * FLOAT32_BYTES if learner.adapters or learner.masters else 0
+    teacher = learner.teacher[0] if learner.teacher is not None else model
     rollout = config.rollout
     longest = config.data.max_prompt_length + config.data.max_response_length
     sequences = min(rollout.max_batch, 4 * config.data.train_batch_size * rollout.n)
     return {
         "base": model.nbytes,
+        **({"teacher": teacher.nbytes} if teacher is not model else {}),
         "trained weights": masters,
         "gradients": trained * FLOAT32_BYTES,
         "optimizer": trained * ADAM_MOMENTS * FLOAT32_BYTES,

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +18,27 @@ from torch.utils.checkpoint import checkpoint
 
 from rllm.algorithms.losses import Tokens, kl_terms, token_loss, token_weights
 from rllm.algorithms.spec import Losses, loss_of
-from rllm.backends.base import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, AdamParams, Datum, LossSpec, initial_of
-from rllm.backends.local.model import HEAD, Decoder, LowRank
-from rllm.backends.local.packing import micro_batches, pack
+from rllm.backends.base import (
+    BASE,
+    DEFAULT_ADAPTER,
+    INITIAL_ADAPTER,
+    TEACHER,
+    AdamParams,
+    Datum,
+    LossSpec,
+    Scored,
+    initial_of,
+)
+from rllm.backends.local.model import HEAD, Decoder, LowRank, PackedCausal
+from rllm.backends.local.ops import rms_norm
+from rllm.backends.local.packing import Packed, micro_batches, pack
 from rllm.backends.local.sums import Sums
 from rllm.backends.local.transfer import to_device
 from rllm.lora.adapter import LoraAdapter
+
+if TYPE_CHECKING:
+    from rllm.backends.local.cuda.graphs import LayerGraphs
+    from rllm.backends.local.cuda.space import TrainingRoom
 
 # Tokens x vocabulary held at once when logits are turned into log-probabilities (float32: 64 MiB).
 LOGIT_ELEMENTS = 16 * 2**20
@@ -34,6 +49,8 @@ CPU_ACTIVATION_BYTES = 2 * 2**30
 GPU_ACTIVATION_SHARE = 0.25
 
 K = TypeVar("K", bound=Hashable)
+Policy = tuple[Decoder, LowRank | None]
+"""(weights, low-rank updates of them)"""
 
 
 class Learner:
@@ -42,6 +59,9 @@ class Learner:
     `micro_batch_tokens` is a limit; a model whose activations would not fit gets smaller micro-batches.
     """
 
+    shares_prompts = True
+    """Whether rows, off the CUDA path, pass a prompt that they have in common once."""
+
     def __init__(
         self,
         model: Decoder,
@@ -49,10 +69,12 @@ class Learner:
         micro_batch_tokens: int | None = None,
         frozen: Mapping[str, LowRank | None] | None = None,
         start: Decoder | None = None,
+        teacher: Policy | None = None,
     ):
-        """`frozen` adapters can be asked for log-probabilities only. `start`: with full fine-tuning, a copy of the weights as they
-        were, which then is what `BASE` means."""
+        """`frozen` adapters and the `teacher` can be asked for log-probabilities only. `start`: with full fine-tuning, a copy of the
+        weights as they were, which then is what `BASE` means."""
         self.model, self.adapters, self.frozen, self.start = model, dict(adapters), dict(frozen or {}), start
+        self.teacher = teacher
         wanted = micro_batch_tokens or MICRO_BATCH_TOKENS[model.device.type]
         self.micro_batch_tokens = min(wanted, _tokens_in_memory(model))
         if not self.adapters:
@@ -61,6 +83,15 @@ class Learner:
         self.optimizer: torch.optim.AdamW | None = None
         # The adapters as the passes of one `forward_backward` see them, where they differ from `adapters`.
         self._accumulating: dict[str, LowRank] = {}
+        # On the CUDA path: how the layers run, and with full fine-tuning where their gradients are added up.
+        self._layers: LayerGraphs | None = None
+        self._room: TrainingRoom | None = None
+        self._gradients: dict[torch.nn.Parameter, Tensor] = {}
+        if model.fused:
+            from rllm.backends.local.cuda.graphs import LayerGraphs
+            from rllm.backends.local.cuda.space import room_of
+
+            self._layers, self._room = LayerGraphs(model), room_of(model)
 
     def trainable(self) -> list[torch.nn.Parameter]:
         """What the optimizer steps: the adapters' matrices, or every weight (its float32 master where the base is narrower)."""
@@ -94,9 +125,11 @@ class Learner:
         return sums.metrics()
 
     def _accumulate(self, names: set[str]) -> Callable[[], None]:
-        """Where the fused layers add up the adapters' gradients themselves, make these adapters ready for that; what returns ends it."""
+        """Where the fused layers add up gradients themselves, make these adapters, or the weights, ready for that; what returns ends it."""
         if not self.model.fused:
             return lambda: None
+        if not self.adapters:
+            self._prepare_gradients()
         plain = {name: self.adapters[name] for name in names & self.adapters.keys() if not self.adapters[name].dropout}
         ready = {name: a.accumulating(self.model.dtype) for name, a in plain.items() if HEAD not in a.layout}
         self._accumulating = {name: pairs for name, (pairs, _) in ready.items()}
@@ -107,6 +140,16 @@ class Learner:
                 add()
 
         return finish
+
+    def _prepare_gradients(self) -> None:
+        """Give the weights of the layers float32 gradients to add to: those of their masters."""
+        for layer in self.model.layers:
+            for weight in layer.parameters():
+                master = self.masters.get(weight, weight)
+                if master.grad is None:
+                    if weight not in self._gradients:
+                        self._gradients[weight] = torch.empty_like(weight, dtype=torch.float32)
+                    master.grad = self._gradients[weight].zero_()
 
     @torch.no_grad()
     def logprobs(
@@ -125,6 +168,30 @@ class Learner:
                 for t, value in zip(places, values.tolist(), strict=True):
                     result[i][t] = value
         return result
+
+    @torch.no_grad()
+    def score(self, ids: Sequence[int], adapter: str) -> Scored:
+        """See `Backend.score`."""
+        device = self.model.device
+        model, lora = self._policy(adapter)
+        tokens = to_device(list(ids), device)
+        attend = PackedCausal([len(ids)], device)
+        hidden = model(tokens, attend.positions, attend, lora)[:-1]
+        result = Scored([], [], [], [])
+        for h, y in zip(hidden.split(self._chunk), tokens[1:].split(self._chunk), strict=True):
+            logprobs = F.log_softmax(model.logits(h, lora), dim=-1)
+            own = logprobs.gather(1, y.unsqueeze(1))
+            best, best_ids = logprobs.max(-1)
+            result.logprobs += own.squeeze(1).tolist()
+            result.ranks += ((logprobs > own).sum(-1) + 1).tolist()
+            result.best_ids += best_ids.tolist()
+            result.best_logprobs += best.tolist()
+        return result
+
+    @property
+    def _chunk(self) -> int:
+        """Tokens whose logits are held at once."""
+        return max(1, LOGIT_ELEMENTS // self.model.config.vocab_size)
 
     def _reference(self, own: str, asked: str | None) -> str:
         """The adapter to use for rows that are trained with `own`."""
@@ -182,15 +249,18 @@ class Learner:
 
     def _gradients_to_masters(self) -> None:
         for weight, master in self.masters.items():
-            master.grad = None if weight.grad is None else weight.grad.float()
+            if weight not in self._gradients:
+                master.grad = None if weight.grad is None else weight.grad.float()
 
-    def _micro_batches(self, data: Sequence[Datum], key: Callable[[Datum], K]) -> Iterator[tuple[K, list[int]]]:
-        """(key, row indices), each one pass through the model; see `packing.micro_batches`."""
+    def _micro_batches(self, data: Sequence[Any], key: Callable[[Any], K]) -> Iterator[tuple[K, list[int]]]:
+        """Of rows that have `ids`: (key, row indices), each one pass through the model; see `packing.micro_batches`."""
         by_key: dict[K, list[int]] = {}
         for i, datum in enumerate(data):
             by_key.setdefault(key(datum), []).append(i)
         for shared, rows in by_key.items():
-            for batch in micro_batches(data, rows, self.micro_batch_tokens, share=not self.model.fused):
+            for batch in micro_batches(
+                data, rows, self.micro_batch_tokens, share=self.shares_prompts and not self.model.fused
+            ):
                 yield shared, batch
 
     def _token_logprobs(self, rows: Sequence[Datum], adapter: str, entropy_gradient: bool = False) -> _Trained:
@@ -200,18 +270,30 @@ class Learner:
         model, lora = self._policy(adapter)
         # The CUDA kernels know sequences only.
         packed = pack(rows, device, share=not model.fused)
-        hidden = model(packed.ids, packed.positions, packed.attend, lora)
-        predicting = hidden.index_select(0, packed.predicting)
+        predicting = self._hidden(model, lora, packed)
         temperatures = to_device([row.temperature for row in rows for _ in range(row.n_trained)], device)
         targets = to_device([t for row in rows for t, m in zip(row.ids, row.mask, strict=True) if m], device)
         if model.fused and not entropy_gradient and (lora is None or lora.pair(*HEAD) is None):
-            from rllm.backends.local.cuda.train import token_logprobs
+            from rllm.backends.local.cuda.head import token_logprobs
 
             logprobs, entropy = token_logprobs(model, predicting, targets, temperatures)
         else:
             logits = partial(model.logits, lora=lora)
             logprobs, entropy = self._chunked_logprobs(predicting, targets, temperatures, logits, entropy_gradient)
         return _Trained(rows, mask, logprobs, entropy)
+
+    def _hidden(self, model: Decoder, lora: LowRank | None, packed: Packed) -> Tensor:
+        """Final hidden states [T, hidden] from which the trained tokens are predicted."""
+        ids, attend, rows = packed.ids, packed.attend, packed.predicting
+        gradients = torch.is_grad_enabled()
+        adds_up = lora.anchor is not None if lora is not None else bool(self._gradients)
+        if self._layers is None or self._room is None or model is not self.model or (gradients and not adds_up):
+            return model(ids, packed.positions, attend, lora).index_select(0, rows)
+        assert isinstance(attend, PackedCausal)  # prompts are not shared there
+        if lora is not None and not self._room.holds(lora):
+            self._room.hold(lora)
+        x = self._layers(ids, attend, lora, self._gradients or None, rows)
+        return rms_norm(x, model.final_norm, model.config.rms_eps)
 
     def _chunked_logprobs(
         self,
@@ -221,7 +303,7 @@ class Learner:
         logits: Callable[[Tensor], Tensor],
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        chunk = max(1, LOGIT_ELEMENTS // self.model.config.vocab_size)
+        chunk = self._chunk
 
         def part(h: Tensor, y: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
             logprobs = F.log_softmax(logits(h) / t.unsqueeze(1), dim=-1)
@@ -237,12 +319,17 @@ class Learner:
         ]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
-    def _policy(self, adapter: str) -> tuple[Decoder, LowRank | None]:
-        """(weights, low-rank updates) of a policy by the name of its adapter."""
+    def _policy(self, adapter: str) -> Policy:
+        """A policy by the name of its adapter."""
+        if adapter == TEACHER and self.teacher is not None:
+            return self.teacher
         if adapter in self._accumulating:
             return self.model, self._accumulating[adapter]
         if adapter in self.adapters:
-            return self.model, self.adapters[adapter].pairs(self.model.dtype, training=torch.is_grad_enabled())
+            own, training = self.adapters[adapter], torch.is_grad_enabled()
+            if self.model.fused and not training:
+                return self.model, own.current(self.model.dtype)
+            return self.model, own.pairs(self.model.dtype, training=training)
         if adapter in self.frozen:
             return self.model, self.frozen[adapter]
         if self.adapters and adapter == BASE:

@@ -173,8 +173,8 @@ def load_tokenizer(folder: Path) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (ValueError, OSError) as error:
-        raise ModelError(f"model.path: the tokenizer of {folder} cannot be read: {error}") from error
+    except Exception as error:  # the reader raises many kinds for a file that is not as it should be
+        raise ModelError(f"model.path: the tokenizer of {folder} cannot be read: {_first_line(error)}") from error
     if not tokenizer.chat_template:
         raise ModelError(
             f"model.path: the tokenizer of {folder} has no chat template; add chat_template.jinja "
@@ -183,6 +183,10 @@ def load_tokenizer(folder: Path) -> Any:
     if tokenizer.eos_token_id is None:
         raise ModelError(f"model.path: the tokenizer of {folder} names no eos_token; set it in tokenizer_config.json")
     return tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def end_of_turn_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:

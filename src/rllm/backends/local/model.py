@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rllm.backends.local.ops import rms_norm, rotate, swiglu
+from rllm.backends.local.space import Space
 from rllm.backends.local.transfer import to_device
 from rllm.errors import ModelError
 
@@ -84,11 +85,12 @@ class Attend(Protocol):
 class LowRank(Protocol):
     """The low-rank updates in force: for (layer, fused block) the pair ``A`` [R, in], ``B`` [out, R] (scaling inside B), or None.
 
-    `dropout`, if any, is applied to what goes into A.
+    `dropout`, if any, is applied to what goes into A. `riding`: A and B also stand around the weights (`Space`).
     """
 
     dropout: Dropout | None
     anchor: Tensor | None
+    riding: bool
     ranks: Mapping[tuple[int, str], tuple[int, ...]]
     flat: Tensor
 
@@ -106,6 +108,8 @@ class FusedLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device), requires_grad=False) if bias else None
+        # What lies around the weight where the CUDA path has moved it.
+        self.space: Space | None = None
 
     def forward(self, x: Tensor, pair: tuple[Tensor, Tensor] | None = None, dropout: Dropout | None = None) -> Tensor:
         if pair is None:
@@ -221,7 +225,11 @@ class Decoder(nn.Module):
             )
         )
         self._rope: tuple[Tensor, Tensor] | None = None
-        self.fused = fused_path_missing(config, torch.device(device)) is None
+        # How often the layers' weights have moved in memory: what was captured over them before is stale.
+        self.moves = 0
+        # Where the CUDA path keeps the adapter in training, around those weights.
+        self.room: object = None
+        self.fused = fused_path_missing(config, torch.device(device), dtype) is None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -414,10 +422,12 @@ class FloatLogits(torch.autograd.Function):
         )
 
 
-def fused_path_missing(config: DecoderConfig, device: torch.device) -> str | None:
+def fused_path_missing(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the CUDA kernels cannot run a model; None if they can."""
     if device.type != "cuda":
         return "they need a CUDA device"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"their attention is for bfloat16 and float16, not for {dtype}"  # cuDNN's gives NaN for float32, not an error
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if config.head_dim not in (32, 64, 128, 256):

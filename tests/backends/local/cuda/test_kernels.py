@@ -15,10 +15,12 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter is asked for with TRITON_INTERPRET=1", allow_module_level=True)
 
-from rllm.backends.base import SamplingParams
-from rllm.backends.local.cuda import train
+from rllm.backends.base import AdamParams, Datum, LossSpec, SamplingParams
+from rllm.backends.local.cuda import graphs, head, prefill, train
+from rllm.backends.local.cuda.bank import AdapterBank
 from rllm.backends.local.cuda.engine import CudaEngine
 from rllm.backends.local.engine import Engine
+from rllm.backends.local.learner import Learner
 from rllm.backends.local.model import Decoder, DecoderConfig, PackedCausal
 from rllm.lora.adapter import LoraAdapter
 
@@ -53,6 +55,7 @@ def plain_attention(monkeypatch):
                 *(t[a:b].transpose(0, 1)[None] for t in (q, k, v)), is_causal=True, enable_gqa=True
             )
             for a, b in zip(layout.bounds[:-1].tolist(), layout.bounds[1:].tolist(), strict=True)
+            if a < b
         ]
         return torch.cat([row[0].transpose(0, 1) for row in rows]).contiguous()
 
@@ -64,6 +67,7 @@ def plain_attention(monkeypatch):
     nothing = torch.zeros(1)
     monkeypatch.setattr(train, "attention", lambda q, k, v, layout: (mixed(q, k, v, layout), (nothing,) * 3))
     monkeypatch.setattr(train, "attention_backward", backward)
+    monkeypatch.setattr(prefill, "attention", train.attention)
 
 
 def relative(a, b):
@@ -79,16 +83,16 @@ def test_a_fused_layer_has_the_values_and_gradients_of_the_plain_one(plain_atten
         model.full_finetuning()
     layout, layer = PackedCausal([5, 17, 9]), model.layers[0]
     x, grad = torch.randn(31, 96, requires_grad=True), torch.randn(31, 96)
-    trained = [x, *(layer.parameters() if full else adapter.parameters())]
-
-    def gradients(y):
-        return y, torch.autograd.grad((y * grad).sum(), trained)
+    matrices, weights = list(adapter.parameters()), {p: torch.zeros_like(p) for p in layer.parameters()}
 
     def pairs():
         return None if full else adapter.pairs(torch.float32)
 
-    y, expected = gradients(layer(x, *model._rotary(layout.positions), layout, pairs()))
-    ours, found = gradients(train.fused_layer(layer, x, model.rotary_tables(), layout, pairs()))
+    y = layer(x, *model._rotary(layout.positions), layout, pairs())
+    expected = torch.autograd.grad((y * grad).sum(), [x, *(weights if full else matrices)])
+    ours = train.fused_layer(layer, x, model.rotary_tables(), layout, pairs(), weights if full else None)
+    found = list(torch.autograd.grad((ours * grad).sum(), [x, *([] if full else matrices)]))
+    found += weights.values() if full else []
     assert relative(y, ours) < 1e-5
     assert max(relative(a, b) for a, b in zip(expected, found, strict=True)) < 1e-5
 
@@ -110,10 +114,71 @@ def test_gradients_added_up_over_passes_are_those_of_autograd(plain_attention):
     assert max(relative(p.grad, f) for p, f in zip(adapter.parameters(), found, strict=True)) < 1e-5
 
 
+def rows_of(lengths, names, seed=0):
+    numbers, rows = random.Random(seed), []
+    for i, length in enumerate(lengths):
+        row = Datum([numbers.randrange(VOCAB) for _ in range(length)], [0] * 3 + [1] * (length - 3))
+        row.logprobs, row.advantages = [-6.0] * length, [(-1.0) ** i] * length
+        row.adapter = names[i % len(names)]
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize("kind", ["one", "two", "full"])
+@pytest.mark.parametrize("lengths", [(12, 12, 12, 12), (5, 17, 9, 31, 8, 20)])
+def test_the_learner_gives_the_same_gradients_step_after_step_on_both_paths(
+    monkeypatch, plain_attention, kind, lengths
+):
+    """Products with the low-rank term riding along, passes of fixed shape, sums over micro-batches; adapters change and take turns, and
+    the sampler moves the weights in between."""
+    monkeypatch.setattr(graphs, "TOKEN_STEP", 16)
+    monkeypatch.setattr(graphs, "LEAST_LENGTH", 8)
+    learners, found = [], []
+    for fused in (False, True):
+        model = decoder(layers=2)
+        model.fused = fused
+        adapters = {
+            "one": lambda m: {"default": adapter_on(m, 4)},
+            "two": lambda m: {"default": adapter_on(m, 4), "b": adapter_on(m, 12, ("lm_head", "v_proj"), 1)},
+            "full": lambda m: {},
+        }[kind](model)
+        learners.append(Learner(model, adapters, micro_batch_tokens=24))
+    for step in range(4):
+        if step == 2 and kind != "full":
+            bank = AdapterBank(learners[1].model)
+            held = {name: a.snapshot(torch.float32) for name, a in learners[1].adapters.items()}
+            bank.ensure(held, list(held), [])
+            assert all(bank.equals(name, pairs) for name, pairs in held.items())
+        found = []
+        for learner in learners:
+            metrics = learner.forward_backward(
+                rows_of(lengths, [*learner.adapters] or ["default"], step), LossSpec(clip_low=9, clip_high=9)
+            )
+            learner._gradients_to_masters()
+            found.append((metrics["loss"], [p.grad.clone() for p in learner.trainable()]))
+            learner.optim_step(AdamParams(lr=1e-3, eps=1e-3))
+        assert found[0][0] == pytest.approx(found[1][0], rel=1e-4)
+        assert max(relative(a, b) for a, b in zip(found[0][1], found[1][1], strict=True)) < 1e-4
+    assert any(learners[1]._layers._graphs)
+
+
+def test_two_learners_over_one_model_take_turns_around_its_weights(plain_attention):
+    found = []
+    for fused in (False, True):
+        model = decoder(layers=2)
+        model.fused = fused
+        learners = [Learner(model, {"default": adapter_on(model, 4, seed=seed)}) for seed in (0, 1)]
+        for step in range(2):
+            for learner in learners:
+                learner.forward_backward(rows_of((9, 14), ["default"], step), LossSpec(clip_low=9, clip_high=9))
+        found.append([p.grad.clone() for learner in learners for p in learner.trainable()])
+    assert max(relative(a, b) for a, b in zip(*found, strict=True)) < 1e-4
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_the_output_head_gives_logprobs_entropies_and_gradients_in_chunks(monkeypatch, full):
-    monkeypatch.setattr(train, "HEAD_ROWS", 5)
-    monkeypatch.setattr(train, "LOGPROB_BLOCK", 256)
+    monkeypatch.setattr(head, "HEAD_ROWS", 5)
+    monkeypatch.setattr(head, "LOGPROB_BLOCK", 256)
     model = decoder()
     model.embed.requires_grad_(full)
     hidden, targets = torch.randn(13, 96, requires_grad=True), torch.randint(0, VOCAB, (13,))
@@ -121,7 +186,7 @@ def test_the_output_head_gives_logprobs_entropies_and_gradients_in_chunks(monkey
     trained = [hidden, *([model.embed] if full else [])]
     plain = F.log_softmax(F.linear(hidden, model.embed) / temperatures[:, None], -1)
     expected = plain.gather(1, targets[:, None]).squeeze(1)
-    logprobs, entropies = train.token_logprobs(model, hidden, targets, temperatures)
+    logprobs, entropies = head.token_logprobs(model, hidden, targets, temperatures)
     assert (logprobs - expected).abs().max() < 1e-5
     assert (entropies + (plain.exp() * plain).sum(-1)).abs().max() < 1e-5
     reference = torch.autograd.grad((expected * grad).sum(), trained)
@@ -129,7 +194,7 @@ def test_the_output_head_gives_logprobs_entropies_and_gradients_in_chunks(monkey
     assert max(relative(a, b) for a, b in zip(reference, found, strict=True)) < 1e-5
 
 
-def test_the_sampler_draws_what_the_plain_one_draws_for_every_adapter_of_a_mixed_batch():
+def test_the_sampler_draws_what_the_plain_one_draws_for_every_adapter_of_a_mixed_batch(plain_attention):
     numbers = random.Random(0)
     prompts = [[numbers.randrange(VOCAB) for _ in range(length)] for length in (5, 64, 70)]
     found = []

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rllm.backends.local.cuda.space import lay_out, padded_bias
 from rllm.backends.local.model import BLOCKS, HEAD, Decoder, FloatLogits, FusedLinear, LowRank
 from rllm.lora.scatter import Scatter
 
@@ -43,6 +44,7 @@ class AdapterBank:
         self.capacity = 0
         self.blocks: dict[tuple[int, str], BlockBank] = {}
         self.head: tuple[Tensor, Tensor] | None = None
+        self._moves = model.moves
         # For every number the ranks it was written with, and how.
         self._plans: dict[int, tuple[Mapping[tuple[int, str], tuple[int, ...]], Scatter]] = {}
         self._lay_out(0, self.ranks)
@@ -91,7 +93,8 @@ class AdapterBank:
         """Room for `count` adapters as large as the largest of `fresh`; those held are written again where it had to grow."""
         fresh = list(fresh)
         ranks = {block: self._rank_of(block, fresh) for block in self.ranks}
-        if count <= self.capacity and all(ranks[block] <= self.ranks[block] for block in ranks):
+        fits = count <= self.capacity and all(ranks[block] <= self.ranks[block] for block in ranks)
+        if fits and self._moves == self.model.moves:
             return False
         self._lay_out(max(count, self.capacity), {b: max(ranks[b], self.ranks[b]) for b in ranks})
         for name, number in self.numbers.items():
@@ -109,9 +112,7 @@ class AdapterBank:
             return 0 if not most else max(LEAST_RANK, 1 << (most - 1).bit_length())
         return -(-most // 8) * 8
 
-    @torch.inference_mode(
-        False
-    )  # the sampler's thread asks for it, and training saves these weights for its backward pass
+    @torch.inference_mode(False)  # the sampler's thread asks for it
     @torch.no_grad()
     def _lay_out(self, capacity: int, ranks: dict[str, int]) -> None:
         """Room below the weights for so many adapters of such ranks. The base's rows move, once, and stay one copy."""
@@ -121,18 +122,18 @@ class AdapterBank:
         for i, layer in enumerate(self.model.layers):
             for block in BLOCKS:
                 linear: FusedLinear = getattr(layer, block)
-                rows, columns = linear.weight.shape
+                rows = len(linear.weight)
                 tail = capacity * len(BLOCKS[block]) * ranks[block]
-                weight, bias = linear.weight.data, linear.bias
-                if tail:
-                    tail += -(rows + tail) % ROW_STEP
-                    weight = torch.zeros(rows + tail, columns, dtype=dtype, device=device)
-                    weight[:rows] = linear.weight.data
-                    linear.weight.data = weight[:rows]
-                    bias = None if bias is None else F.pad(bias.data, (0, tail))
+                tail += -(rows + tail) % ROW_STEP if tail else 0
+                held = 0 if linear.space is None else len(linear.space.sampled) - rows
+                if tail != held:
+                    lay_out(linear, tail=tail)
+                    self.model.moves += 1
+                weight = linear.weight.data if linear.space is None else linear.space.sampled
                 shape = (capacity, rows, ranks[block]) if block in TILED else (capacity, ranks[block], rows)
                 b = torch.zeros(shape, dtype=dtype, device=device)
-                self.blocks[i, block] = BlockBank(weight, bias, b, ranks[block])
+                self.blocks[i, block] = BlockBank(weight, padded_bias(linear), b, ranks[block])
+        self._moves = self.model.moves
         r, size = ranks["head"], (config.hidden_size, config.vocab_size)
         self.head = None
         if r and capacity:

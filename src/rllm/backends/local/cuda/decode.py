@@ -1,4 +1,4 @@
-"""One decoding step on CUDA as a captured graph: embedding, layers, logits; then one draw for every row.
+"""One decoding step on CUDA as a captured graph; then one draw for every row.
 
 Rows' state lives on the device and moves on by itself, so steps can be queued before the host has seen what the last one drew.
 """
@@ -8,29 +8,79 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
 from rllm.backends.base import SamplingParams
 from rllm.backends.local.cuda import kernels
-from rllm.backends.local.cuda.bank import AdapterBank, BlockBank
+from rllm.backends.local.cuda.bank import AdapterBank
+from rllm.backends.local.cuda.blocks import BankedLayers
 from rllm.backends.local.cuda.pages import PAGE, PagePool
-from rllm.backends.local.model import Decoder, DecoderLayer, FloatLogits
+from rllm.backends.local.model import Decoder
 from rllm.backends.local.sampling import BatchParams, sample
 from rllm.backends.local.transfer import to_device
 
 SAMPLE_BLOCK = 4096
-SILU_BLOCK = 128
+# Rows of a group that read its pages together, and the shares those pages are split into.
+TILE_ROWS = 8
+PREFIX_SPLITS = 4
 # Programs that keep the device busy while they wait for memory, and the most shares a row's pages are split into.
 BUSY_PROGRAMS = 512
 MAX_SPLITS = 16
-# Elements of B that one program may hold; beyond, it adds up one rank after the other.
-LOW_RANK_ELEMENTS = 65536
 Cut = tuple[Sequence[SamplingParams], Sequence[float]]
 """Settings and uniform numbers of the rows, for a draw outside the kernels."""
+
+
+@dataclass
+class Groups:
+    """Rows whose first pages are the same, in tiles of at most `TILE_ROWS`: `tiles` [most, TILE_ROWS] row numbers or -1, `table` [most,
+    pages] and `pages` [most] what they share; `shared` [rows] how many pages of a row that is."""
+
+    tiles: Tensor
+    table: Tensor
+    pages: Tensor
+    shared: Tensor
+    any: bool = False
+
+    @classmethod
+    def empty(cls, rows: int, pages: int, device: torch.device) -> Groups:
+        most = max(1, rows // 2)
+        integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        return cls(
+            torch.full((most, TILE_ROWS), -1, **integers),
+            torch.zeros(most, pages, **integers),
+            torch.zeros(most, **integers),
+            torch.zeros(rows, **integers),
+        )
+
+    def set(self, rows: Sequence[Sequence[int]]) -> None:
+        """`rows`: for every row the pages that it may share with others, empty for none."""
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for i, pages in enumerate(rows):
+            if pages:
+                alike.setdefault(tuple(pages), []).append(i)
+        tiles = [
+            (members[i : i + TILE_ROWS], pages)
+            for pages, members in alike.items()
+            for i in range(0, len(members) - 1, TILE_ROWS)
+        ]
+        if not tiles and not self.any:
+            return
+        self.any = bool(tiles)
+        host = [torch.full_like(self.tiles, -1, device="cpu"), torch.zeros_like(self.table, device="cpu")]
+        counts, shared = torch.zeros_like(self.pages, device="cpu"), torch.zeros_like(self.shared, device="cpu")
+        for i, (members, pages) in enumerate(tiles):
+            host[0][i, : len(members)] = torch.tensor(members)
+            host[1][i, : len(pages)] = torch.tensor(pages)
+            counts[i] = len(pages)
+            shared[torch.tensor(members)] = len(pages)
+        for target, values in zip(
+            (self.tiles, self.table, self.pages, self.shared), (*host, counts, shared), strict=True
+        ):
+            target.copy_(to_device(values, target.device))
 
 
 @dataclass
@@ -45,6 +95,7 @@ class RowState:
     greedy: Tensor
     seeds: Tensor
     table: Tensor
+    groups: Groups
 
     @classmethod
     def empty(cls, rows: int, pages: int, device: torch.device) -> RowState:
@@ -60,6 +111,7 @@ class RowState:
             greedy=integers(),
             seeds=integers(torch.int64),
             table=torch.zeros(rows, pages, dtype=torch.int32, device=device),
+            groups=Groups.empty(rows, pages, device),
         )
 
     def tensors(self) -> list[Tensor]:
@@ -88,7 +140,10 @@ class DecodeStep:
 
     def __init__(self, model: Decoder, bank: AdapterBank, pool: PagePool, state: RowState, max_len: int):
         self.model, self.bank, self.pool, self.state, self.max_len = model, bank, pool, state, max_len
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._layers = BankedLayers(model, bank, pool)
+        self._chained: dict[str, Any] = kernels.chained(model.device)
+        # By batch size, and whether any rows share pages.
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._memory = None
 
     def forget_graphs(self) -> None:
@@ -105,68 +160,48 @@ class DecodeStep:
         size = bucket(n, len(self.state.ids))
         if self.model.device.type != "cuda":  # the interpreter, in tests
             return self.forward(size)
-        if size not in self._graphs:
-            self._capture(size)
-        graph, logits = self._graphs[size]
+        key = size, self.state.groups.any
+        if key not in self._graphs:
+            self._capture(key)
+        graph, logits = self._graphs[key]
         graph.replay()
         return logits
 
-    def _capture(self, size: int) -> None:
+    def _capture(self, key: tuple[int, bool]) -> None:
+        size = key[0]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self.forward(size)  # compiles kernels; what it writes is written again by the first replay
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, stream=stream):
+        # thread_local: a caller may score a text in another thread meanwhile.
+        with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
             logits = self.forward(size)
         self._memory = self._memory or graph.pool()
-        self._graphs[size] = (graph, logits)
+        self._graphs[key] = (graph, logits)
 
     def forward(self, n: int) -> Tensor:
         """Logits [n, vocab] of the next token of the first `n` rows, whose keys and values are written on the way."""
-        model, c, s = self.model, self.model.config, self.state
-        residual = F.embedding(s.ids[:n], model.embed).float()
-        layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
-        h = self._add_norm(residual, None, None, layers[0].input_norm)
-        for i, layer in enumerate(layers):
-            blocks = {block: self.bank.blocks[i, block] for block in ("qkv", "o", "gate_up", "down")}
-            mixed = self._attend(i, layer, blocks["qkv"], F.linear(h, blocks["qkv"].weight, blocks["qkv"].bias))
-            y = F.linear(mixed, blocks["o"].weight, blocks["o"].bias)
-            h = self._add_norm(residual, y, blocks["o"], layer.post_norm)
-            h = self._silu_mul(blocks["gate_up"], F.linear(h, blocks["gate_up"].weight, blocks["gate_up"].bias))
-            y = F.linear(h, blocks["down"].weight, blocks["down"].bias)
-            following = layers[i + 1].input_norm if i + 1 < c.n_layers else model.final_norm
-            h = self._add_norm(residual, y, blocks["down"], following)
-        logits = FloatLogits.apply(h, model.output_weight)
-        return self.bank.add_head(logits, h, s.adapters[:n]) if self.bank.head is not None else logits
+        s = self.state
+        h = self._layers.run(s.ids[:n], s.positions, s.adapters, s.table, self._attend)
+        return self._layers.logits(h, s.adapters[:n])
 
-    def _add_norm(self, residual: Tensor, delta: Tensor | None, bank: BlockBank | None, weight: Tensor) -> Tensor:
-        n, size = residual.shape
-        out = torch.empty(n, size, dtype=weight.dtype, device=weight.device)
-        block = triton.next_power_of_2(size)
-        rank = bank.rank if bank is not None else 0
-        kernels.add_norm_kernel[(n,)](
-            residual, residual if delta is None else delta, 0 if delta is None else delta.stride(0),
-            residual if bank is None else bank.b, self.state.adapters, weight, out, self.model.config.rms_eps,
-            SIZE=size, BLOCK=block, RANK=rank, RANKS=triton.next_power_of_2(max(rank, 1)), HAS_DELTA=delta is not None,
-            AT_ONCE=rank * block <= LOW_RANK_ELEMENTS, num_warps=min(16, max(4, block // 256, rank * block // 4096)),
-        )  # fmt: skip
-        return out
-
-    def _attend(self, index: int, layer: DecoderLayer, bank: BlockBank, qkv: Tensor) -> Tensor:
-        c, s, n = self.model.config, self.state, qkv.shape[0]
-        q = torch.empty(n, c.n_heads, c.head_dim, dtype=qkv.dtype, device=qkv.device)
-        cos, sin = self.model.rotary_tables()
-        norm = layer.qk_norm
+    def _attend(self, index: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        c, s, n = self.model.config, self.state, len(q)
         k_pool, v_pool = self.pool.k[index], self.pool.v[index]
-        kernels.rotate_write_kernel[(triton.cdiv(n, kernels.ROWS), c.n_heads + 2 * c.n_kv_heads)](
-            qkv, qkv.stride(0), bank.b, s.adapters, qkv if norm is None else norm, cos, sin, s.positions, s.table,
-            s.table.stride(0), q, k_pool, v_pool, n, c.rms_eps,
-            HEADS=c.n_heads, KV_HEADS=c.n_kv_heads, HALF=c.head_dim // 2, RANK=bank.rank, ADAPTERS=self.bank.capacity,
-            NORM=norm is not None, PAGE=PAGE, TILE=kernels.ROWS, num_warps=4,
-        )  # fmt: skip
-        group = c.n_heads // c.n_kv_heads
+        group, scale = c.n_heads // c.n_kv_heads, c.head_dim**-0.5 * math.log2(math.e)
+        shapes = {"HEADS": c.n_heads, "KV_HEADS": c.n_kv_heads, "GROUP": group, "SIZE": c.head_dim, "PAGE": PAGE}
+        g = s.groups
+        prefix_sums = prefix_lse = q
+        if g.any:
+            prefix_sums = torch.empty(n, c.n_heads, PREFIX_SPLITS, c.head_dim, device=q.device)
+            prefix_lse = torch.empty(n, c.n_heads, PREFIX_SPLITS, device=q.device)
+            kernels.prefix_attention_kernel[(max(1, n // 2), c.n_kv_heads, PREFIX_SPLITS)](
+                q, k_pool, v_pool, g.tiles, g.table, g.table.stride(0), g.pages, prefix_sums, prefix_lse, scale,
+                ROWS=TILE_ROWS, PADDED=max(16, triton.next_power_of_2(TILE_ROWS * group)), SPLITS=PREFIX_SPLITS, **shapes,
+                **self._chained, num_warps=4, num_stages=2,
+            )  # fmt: skip
         splits = splits_for(n * c.n_kv_heads)
         out = torch.empty_like(q)
         sums = lse = out
@@ -174,22 +209,14 @@ class DecodeStep:
             sums = torch.empty(n, c.n_heads, splits, c.head_dim, device=q.device)
             lse = torch.empty(n, c.n_heads, splits, device=q.device)
         kernels.decode_attention_kernel[(n, c.n_kv_heads, splits)](
-            q, k_pool, v_pool, s.table, s.table.stride(0), s.positions, out, sums, lse,
-            c.head_dim**-0.5 * math.log2(math.e),
-            HEADS=c.n_heads, KV_HEADS=c.n_kv_heads, GROUP=group, PADDED=max(16, triton.next_power_of_2(group)),
-            SIZE=c.head_dim, PAGE=PAGE, SPLITS=splits, num_warps=4, num_stages=3,
+            q, k_pool, v_pool, s.table, s.table.stride(0), s.positions, g.shared, prefix_sums, prefix_lse, out, sums, lse,
+            scale, PADDED=max(16, triton.next_power_of_2(group)), SPLITS=splits, PREFIX_SPLITS=PREFIX_SPLITS if g.any else 0, **shapes,
+            **self._chained, num_warps=4, num_stages=3,
         )  # fmt: skip
         if splits > 1:
-            kernels.combine_kernel[(n * c.n_heads,)](sums, lse, out, SIZE=c.head_dim, SPLITS=splits, num_warps=2)
-        return out.view(n, -1)
-
-    def _silu_mul(self, bank: BlockBank, x: Tensor) -> Tensor:
-        n, size = x.shape[0], self.model.config.intermediate_size
-        out = torch.empty(n, size, dtype=x.dtype, device=x.device)
-        kernels.silu_mul_kernel[(triton.cdiv(n, kernels.ROWS), triton.cdiv(size, SILU_BLOCK))](
-            x, x.stride(0), bank.b, self.state.adapters, out, n,
-            SIZE=size, BLOCK=SILU_BLOCK, RANK=bank.rank, ADAPTERS=self.bank.capacity, TILE=kernels.ROWS, num_warps=4,
-        )  # fmt: skip
+            kernels.combine_kernel[(n * c.n_heads,)](
+                sums, lse, out, SIZE=c.head_dim, SPLITS=splits, **self._chained, num_warps=2
+            )
         return out
 
     def draw(self, logits: Tensor, first: int, n: int, cut: Cut | None = None) -> Tensor:
@@ -204,12 +231,20 @@ class DecodeStep:
         sums = torch.empty(n, blocks, device=device)
         best = torch.empty(n, blocks, dtype=torch.int32, device=device)
         kernels.partial_softmax_kernel[(n, blocks)](
-            logits, s.temperatures[rows], tops, sums, best, VOCAB=vocab, BLOCK=SAMPLE_BLOCK, num_warps=8
+            logits,
+            s.temperatures[rows],
+            tops,
+            sums,
+            best,
+            VOCAB=vocab,
+            BLOCK=SAMPLE_BLOCK,
+            **self._chained,
+            num_warps=8,
         )
         kernels.draw_kernel[(n,)](
             logits, s.temperatures[rows], s.greedy[rows], s.seeds[rows], s.counts[rows], s.positions[rows], self.max_len,
             tops, sums, best, s.ids[rows], result, n,
-            VOCAB=vocab, BLOCK=SAMPLE_BLOCK, BLOCKS=blocks, PADDED=triton.next_power_of_2(blocks), num_warps=8,
+            VOCAB=vocab, BLOCK=SAMPLE_BLOCK, BLOCKS=blocks, PADDED=triton.next_power_of_2(blocks), **self._chained, num_warps=8,
         )  # fmt: skip
         return result
 

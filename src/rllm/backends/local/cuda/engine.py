@@ -7,7 +7,7 @@ that ends is noticed a step or two later, and what was drawn for it in between i
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch import Tensor
 from rllm.backends.local.cuda.bank import AdapterBank
 from rllm.backends.local.cuda.decode import Cut, DecodeStep, RowState
 from rllm.backends.local.cuda.pages import PAGE, PagePool, pages_for
-from rllm.backends.local.engine import PREFILL_TOKENS, Engine, Request, by_budget, fail
-from rllm.backends.local.model import LowRank, PackedCausal
+from rllm.backends.local.cuda.prefill import Prefill
+from rllm.backends.local.engine import PREFILL_TOKENS, Engine, Request, fail
+from rllm.backends.local.model import LowRank
 from rllm.backends.local.transfer import to_device
 from rllm.lora.adapter import LowRankPairs
 
@@ -53,6 +54,8 @@ class _Row:
 
     request: Request
     pages: list[int]
+    shared: int
+    """Of the pages, the first that others may share: those that its prompt fills."""
     queued: int = 1
 
 
@@ -69,6 +72,7 @@ class CudaEngine(Engine):
         self._state = RowState.empty(self.max_batch, longest + 1, device)
         self._bank = AdapterBank(self.model)
         self._step = DecodeStep(self.model, self._bank, self._pool, self._state, self.max_model_len)
+        self._prefill = Prefill(self.model, self._bank, self._pool)
         self._rows: list[_Row | None] = []
         self._live: set[Request] = set()
         self._steps: deque[_Queued] = deque()
@@ -88,13 +92,17 @@ class CudaEngine(Engine):
 
     def _adopt(self, adapters: Mapping[str, LowRank | None]) -> None:
         if self._bank.publish(adapters):
-            self._step.forget_graphs()
+            self._forget_graphs()
 
-    def _forget_prefixes(self) -> None:
-        for prompt in self._prompts.values():
+    def _forget_graphs(self) -> None:
+        self._step.forget_graphs()
+        self._prefill.forget_graphs()
+
+    def _forget_prefixes(self, adapters: Collection[str] | None = None) -> None:
+        for key in [key for key in self._prompts if adapters is None or key[0] in adapters]:
+            prompt = self._prompts.pop(key)
             self._pool.release(prompt.pages)
-        self._prompts.clear()
-        self._cached_pages = 0
+            self._cached_pages -= len(prompt.pages)
 
     # Rows
 
@@ -129,6 +137,12 @@ class CudaEngine(Engine):
         if len(order) != len(self._rows):
             self._state.reorder(order)
             self._rows = [self._rows[i] for i in order]
+            self._group()
+
+    def _group(self) -> None:
+        """Tell the device which rows share pages."""
+        rows = [row.pages[: row.shared] if row is not None else [] for row in self._rows]
+        self._state.groups.set(rows)
 
     # Joining
 
@@ -162,7 +176,7 @@ class CudaEngine(Engine):
         self._compact()
         running = {row.request.adapter for row in self._rows if row is not None}
         if self._bank.ensure(self.adapters, {request.adapter for request in fresh}, running):
-            self._step.forget_graphs()
+            self._forget_graphs()
         fresh = sorted(fresh, key=lambda request: (request.adapter, request.prompt))  # a group's rows stand together
         prompts = self._read(dict.fromkeys((request.adapter, request.prompt) for request in fresh))
         first = len(self._rows)
@@ -174,12 +188,13 @@ class CudaEngine(Engine):
             own = self._pool.take(pages_for(request.final_length) - len(shared))
             if prompt.length % PAGE:
                 copies.append((prompt.pages[-1], own[0]))
-            self._rows.append(_Row(request, shared + own))
+            self._rows.append(_Row(request, shared + own, len(shared)))
             self._live.add(request)
         if copies:
             self._pool.copy(*zip(*copies, strict=True))
         self._running = [row.request for row in self._rows if row is not None]
         self._fill_state(first, fresh)
+        self._group()
         logits = torch.stack([prompts[request.adapter, request.prompt].logits for request in fresh])
         result = self._step.draw(logits, first, len(fresh), self._cut(fresh, [0] * len(fresh)))
         self._queue(list(fresh), result)
@@ -205,34 +220,28 @@ class CudaEngine(Engine):
         s.table[rows] = to_device(table, device)
 
     def _read(self, keys: Mapping[tuple[str, tuple[int, ...]], None]) -> dict[tuple[str, tuple[int, ...]], _Prompt]:
-        """Every prompt read once: from the cache or computed, packed under a token budget, per adapter."""
+        """Every prompt read once: from the cache or computed, packed under a token budget, of all adapters together."""
         found: dict[tuple[str, tuple[int, ...]], _Prompt] = {}
-        missing: dict[str, list[tuple[int, ...]]] = {}
+        missing: list[tuple[str, tuple[int, ...]]] = []
         for key in keys:
             if key in self._prompts:
                 self._stats["prefix_hits"] += 1
                 self._prompts.move_to_end(key)
                 found[key] = self._prompts[key]
             else:
-                missing.setdefault(key[0], []).append(key[1])
-        for adapter, prompts in missing.items():
-            for batch in by_budget(prompts, PREFILL_TOKENS[self.model.device.type]):
-                for prompt, read in zip(batch, self._read_batch(batch, adapter), strict=True):
-                    found[adapter, prompt] = self._prompts[adapter, prompt] = read
-                    self._cached_pages += len(read.pages)
+                missing.append(key)
+        for batch in _packed(missing, PREFILL_TOKENS[self.model.device.type]):
+            for key, read in zip(batch, self._read_batch(batch), strict=True):
+                found[key] = self._prompts[key] = read
+                self._cached_pages += len(read.pages)
         return found
 
-    def _read_batch(self, prompts: Sequence[tuple[int, ...]], adapter: str) -> list[_Prompt]:
-        device = self.model.device
-        lengths = [len(prompt) for prompt in prompts]
-        pages = [self._pool.take(pages_for(length)) for length in lengths]
-        attend = _WritingCausal(lengths, device, self._pool, pages)
-        ids = to_device([token for prompt in prompts for token in prompt], device)
-        lora = self.adapters[adapter]
-        hidden = self.model(ids, attend.positions, attend, lora)
-        logits = self.model.logits(hidden.index_select(0, attend.last), lora)
-        self._stats["prefill_tokens"] += sum(lengths)
-        return [_Prompt(own, n, row.clone()) for own, n, row in zip(pages, lengths, logits, strict=True)]
+    def _read_batch(self, keys: Sequence[tuple[str, tuple[int, ...]]]) -> list[_Prompt]:
+        prompts = [prompt for _, prompt in keys]
+        pages = [self._pool.take(pages_for(len(prompt))) for prompt in prompts]
+        logits = self._prefill.run(prompts, [self._bank.number(adapter) for adapter, _ in keys], pages)
+        self._stats["prefill_tokens"] += sum(map(len, prompts))
+        return [_Prompt(own, len(prompt), row.clone()) for own, prompt, row in zip(pages, prompts, logits, strict=True)]
 
     def _trim_cache(self) -> None:
         while self._cached_pages > self._most_cached:
@@ -306,17 +315,15 @@ class CudaEngine(Engine):
             self._steps.clear()
 
 
-class _WritingCausal(PackedCausal):
-    """Causal attention of whole prompts that leaves keys and values in their pages."""
-
-    def __init__(self, lengths: list[int], device: torch.device, pool: PagePool, pages: Sequence[Sequence[int]]):
-        super().__init__(lengths, device)
-        self._pool = pool
-        own = [
-            page for length, row in zip(lengths, pages, strict=True) for page in (row[t // PAGE] for t in range(length))
-        ]
-        self._pages = to_device(own, device)
-        self._offsets = self.positions % PAGE
-
-    def note(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._pool.write(layer, k, v, self._pages, self._offsets)
+def _packed(keys: Sequence[tuple[str, tuple[int, ...]]], tokens: int) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    """Batches of prompts, each of at most `tokens` (or one prompt)."""
+    batch: list[tuple[str, tuple[int, ...]]] = []
+    count = 0
+    for key in keys:
+        if batch and count + len(key[1]) > tokens:
+            yield batch
+            batch, count = [], 0
+        batch.append(key)
+        count += len(key[1])
+    if batch:
+        yield batch

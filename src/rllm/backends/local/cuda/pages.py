@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from rllm.backends.local.model import DecoderConfig
 from rllm.backends.local.transfer import to_device
@@ -54,11 +53,6 @@ class PagePool:
             self._users[page] -= 1
             if not self._users[page]:
                 self._free.append(page)
-
-    def write(self, layer: int, k: Tensor, v: Tensor, pages: Tensor, offsets: Tensor) -> None:
-        """Put the keys and values [N, kv_heads, head_dim] of one layer where `pages` [N] and `offsets` [N] say."""
-        self.k[layer, pages, :, offsets] = k
-        self.v[layer, pages, :, offsets] = v
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         device = self.k.device

@@ -1,12 +1,14 @@
-"""A decoder layer over packed tokens as one autograd node, and the output head that never keeps its logits.
+"""A decoder layer over packed tokens, forward and backward, and the same as one autograd node.
 
-The node keeps, per token, the layer's input, the queries/keys/values before rotation, what attention gave, the middle residual and
+Kept are, per token, the layer's input, the queries/keys/values before rotation, what attention gave, the middle residual and
 gate/up: what products made. Everything else is made again in the backward pass, which reads memory but multiplies nothing. With
 frozen weights no gradient of a weight is computed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from rllm.backends.local.model import (
     Decoder,
     DecoderConfig,
     DecoderLayer,
-    FloatLogits,
+    FusedLinear,
     LowRank,
     PackedCausal,
 )
@@ -28,12 +30,10 @@ from rllm.backends.local.model import (
 NORM_ROWS = 8
 ROTATE_ROWS = 16
 SWIGLU_BLOCK = 1024
-LOGPROB_BLOCK = 8192
-# Rows of logits held at once; with 151,936 ids 1024 rows are 620 MB in float32.
-HEAD_ROWS = 1024
-BLOCK_NAMES = tuple(BLOCKS)
-# Where the weights stand among the inputs of `FusedLayer`.
-FIRST_WEIGHT = 6 + 8
+# Tensors that one row of a buffer is aligned to.
+ALIGNED = 64
+Sums = Mapping[torch.nn.Parameter, Tensor]
+"""Where the gradient of each trained weight is added up, in float32."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedCausal) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -91,145 +91,238 @@ def _rows(t: Tensor, layout: PackedCausal) -> Tensor:
     return t.view(layout.n, layout.longest, *t.shape[1:]).transpose(1, 2)
 
 
-def fused_layers(model: Decoder, x: Tensor, layout: PackedCausal, lora: LowRank | None) -> Tensor:
+@dataclass
+class Product:
+    """One fused product of a layer and its low-rank term, part of it (`riding`) where the space around the weight holds A and B."""
+
+    linear: FusedLinear
+    pair: tuple[Tensor, Tensor] | None
+    sums: tuple[Tensor, Tensor] | None
+    riding: bool
+
+    @property
+    def side(self) -> int:
+        """Columns of an entry for what enters B."""
+        return self.linear.space.side if self.riding and self.linear.space is not None else 0
+
+    @property
+    def lead(self) -> int:
+        """Columns of a given gradient for what enters A."""
+        return self.linear.space.rank if self.riding and self.linear.space is not None else 0
+
+    def entry(self, n: int) -> Tensor:
+        """Room for the input [n, columns + side]; the kernel before writes the first `columns`."""
+        weight = self.linear.weight
+        width = weight.shape[1] + -(-self.side // ALIGNED) * ALIGNED
+        return torch.empty(n, width, dtype=weight.dtype, device=weight.device)[:, : weight.shape[1] + self.side]
+
+    def given(self, n: int) -> Tensor:
+        """Room for the result's gradient [n, lead + rows]; the kernel before writes the last `rows`."""
+        weight = self.linear.weight
+        before = -(-self.lead // ALIGNED) * ALIGNED
+        whole = torch.empty(n, before + len(weight), dtype=weight.dtype, device=weight.device)
+        return whole[:, before - self.lead :]
+
+    def forward(self, entry: Tensor, onto: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """(``onto + x W^T + bias + (x A^T) B^T``, ``x A^T``); in float32 where `onto` is."""
+        linear, space = self.linear, self.linear.space
+        x, low, weight = entry, None, linear.weight
+        if self.pair is not None and self.side and space is not None:
+            x, weight = entry[:, : space.columns], space.wide
+            torch.mm(x, space.a.t(), out=entry[:, space.columns :])
+            low = entry[:, space.columns : space.columns + len(self.pair[0])].clone()  # a view would keep the entry
+            x = entry
+        elif self.pair is not None:
+            low = F.linear(x, self.pair[0])
+        if onto is None:
+            y = F.linear(x, weight, linear.bias)
+        else:
+            y = _onto(onto, x, weight)
+            if linear.bias is not None:
+                y += linear.bias
+        if self.pair is not None and low is not None and not self.side:
+            _add_product(y, low, self.pair[1].t())
+        return y, low
+
+    def mix(self, given: Tensor) -> Tensor | None:
+        """``g B`` [n, R] of the given gradient, put before it where it rides along."""
+        if self.pair is None:
+            return None
+        b, space = self.pair[1], self.linear.space
+        if not self.lead or space is None:
+            return given @ b
+        mixed = given[:, : self.lead]
+        if space.side:
+            torch.mm(given[:, self.lead :], space.b, out=mixed)
+        else:
+            torch.mm(given[:, self.lead :], b, out=mixed[:, : b.shape[1]])
+            mixed[:, b.shape[1] :].zero_()
+        return mixed[:, : b.shape[1]]
+
+    def entering(self, given: Tensor, mixed: Tensor | None) -> Tensor:
+        """Gradient of what entered."""
+        space = self.linear.space
+        if self.lead and space is not None:
+            return given @ space.tall
+        d = given @ self.linear.weight
+        return d if mixed is None or self.pair is None else d.addmm_(mixed, self.pair[0])
+
+    def note(
+        self, given: Tensor, mixed: Tensor | None, entered: Tensor, low: Tensor | None, weights: Sums | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of A and B, where they are not added up in `sums`; those of the weights always are."""
+        given = given[:, self.lead :]
+        if weights is not None:
+            _add_product(weights[self.linear.weight], given.t(), entered)
+            if self.linear.bias is not None:
+                weights[self.linear.bias] += given.sum(0)
+        if mixed is None or low is None:
+            return None, None
+        if self.sums is None:
+            return mixed.t() @ entered, given.t() @ low
+        _add_product(self.sums[0], mixed.t(), entered)
+        _add_product(self.sums[1], given.t(), low)
+        return None, None
+
+
+def products(layer: DecoderLayer, lora: LowRank | None) -> list[Product]:
+    """The four products of a layer, in order."""
+    result = []
+    for block in BLOCKS:
+        linear: FusedLinear = getattr(layer, block)
+        pair = lora.pair(layer.index, block) if lora is not None else None
+        sums = lora.sums(layer.index, block) if lora is not None and pair is not None else None
+        result.append(Product(linear, pair, sums, pair is not None and lora is not None and lora.riding))
+    return result
+
+
+def layer_forward(
+    layer: DecoderLayer, x: Tensor, tables: tuple[Tensor, Tensor], layout: PackedCausal, lora: LowRank | None
+) -> tuple[Tensor, list[Any]]:
+    """(result [N, hidden] in float32, what the backward pass wants) of the residual `x` [N, hidden]."""
+    config, n = layer.config, len(x)
+    qkv_of, o_of, gate_up_of, down_of = products(layer, lora)
+    qkv, low_qkv = qkv_of.forward(norm(x, layer.input_norm, config.rms_eps, qkv_of.entry(n)))
+    q, k, v = _rotated(qkv, layer.qk_norm, tables, layout, config)
+    layout.note(layer.index, k, v)
+    out, kept = attention(q, k, v, layout)
+    del q, k, v
+    middle, low_o = o_of.forward(out.view(n, -1), onto=x)
+    gate_up, low_gate_up = gate_up_of.forward(norm(middle, layer.post_norm, config.rms_eps, gate_up_of.entry(n)))
+    result, low_down = down_of.forward(_swiglu(gate_up, down_of.entry(n)), onto=middle)
+    return result, [x, qkv, out, *kept, middle, gate_up, low_qkv, low_o, low_gate_up, low_down]
+
+
+def layer_backward(
+    layer: DecoderLayer, grad: Tensor, kept: list[Any], tables: tuple[Tensor, Tensor], layout: PackedCausal,
+    lora: LowRank | None, weights: Sums | None, to_input: bool,
+) -> tuple[Tensor | None, list[Tensor | None]]:  # fmt: skip
+    """(gradient of the residual that entered, or None if `to_input` is False and none is wanted; those of A and B of the four products
+    where `lora` has no sums), from that of the result. `kept` is emptied."""
+    config, n, full = layer.config, len(grad), weights is not None
+    x, qkv, out, k0, k1, k2, middle, gate_up, low_qkv, low_o, low_gate_up, low_down = kept
+    kept.clear()
+    qkv_of, o_of, gate_up_of, down_of = products(layer, lora)
+    given = down_of.given(n)
+    given[:, down_of.lead :].copy_(grad)
+    mixed = down_of.mix(given)
+    d_gate_up, act = _swiglu_backward(down_of.entering(given, mixed), gate_up, gate_up_of.given(n), gate_up_of.lead)
+    down = down_of.note(given, mixed, act, low_down, weights)
+    del act, given, gate_up
+    mixed = gate_up_of.mix(d_gate_up)
+    given = o_of.given(n)
+    d_middle, h, d_post = _norm_backward(
+        gate_up_of.entering(d_gate_up, mixed),
+        middle,
+        layer.post_norm,
+        grad,
+        given[:, o_of.lead :],
+        config.rms_eps,
+        full,
+    )
+    gates = gate_up_of.note(d_gate_up, mixed, h, low_gate_up, weights)
+    del d_gate_up, h, middle
+    mixed = o_of.mix(given)
+    o = o_of.note(given, mixed, out.view(n, -1), low_o, weights)
+    d_out = o_of.entering(given, mixed).view_as(out)
+    q, k, v = _rotated(qkv, layer.qk_norm, tables, layout, config)
+    dq, dk, dv = attention_backward(d_out, q, k, v, out, (k0, k1, k2), layout)
+    del q, k, v, d_out, out, k0, k1, k2, given
+    d_qkv, d_qk_norm = _rotate_backward(
+        dq, dk, dv, qkv, layer.qk_norm, tables, layout, config, full, qkv_of.given(n), qkv_of.lead
+    )
+    del dq, dk, dv, qkv
+    mixed = qkv_of.mix(d_qkv)
+    d_x = d_input = None
+    if to_input or full:
+        d_x, h, d_input = _norm_backward(
+            qkv_of.entering(d_qkv, mixed), x, layer.input_norm, d_middle, None, config.rms_eps, full
+        )
+    else:  # the first layer, whose input nobody trains
+        h = norm(x, layer.input_norm, config.rms_eps)
+    first = qkv_of.note(d_qkv, mixed, h, low_qkv, weights)
+    if weights is not None:
+        for parameter, share in ((layer.input_norm, d_input), (layer.post_norm, d_post), (layer.qk_norm, d_qk_norm)):
+            if parameter is not None and share is not None:
+                weights[parameter] += share
+    return d_x, [*first, *o, *gates, *down]
+
+
+def fused_layers(
+    model: Decoder, x: Tensor, layout: PackedCausal, lora: LowRank | None, weights: Sums | None = None
+) -> Tensor:
     """What the layers of `model` give for packed tokens [N, hidden]: the residual, kept in float32 from layer to layer."""
     x = x.float()
     tables = model.rotary_tables()
     for layer in model.layers:
         assert isinstance(layer, DecoderLayer)
-        x = fused_layer(layer, x, tables, layout, lora)
+        x = fused_layer(layer, x, tables, layout, lora, weights)
     return x
 
 
 def fused_layer(
-    layer: DecoderLayer, x: Tensor, tables: tuple[Tensor, Tensor], layout: PackedCausal, lora: LowRank | None
-) -> Tensor:
-    """What `DecoderLayer.forward` gives for packed tokens [N, hidden]."""
+    layer: DecoderLayer, x: Tensor, tables: tuple[Tensor, Tensor], layout: PackedCausal, lora: LowRank | None,
+    weights: Sums | None = None,
+) -> Tensor:  # fmt: skip
+    """What `DecoderLayer.forward` gives for packed tokens [N, hidden]. Trained weights need `weights`."""
+    if torch.is_grad_enabled() and weights is None and layer.input_norm.requires_grad:
+        raise ValueError("fused layers add up the gradients of trained weights: say where")
     pairs = [lora.pair(layer.index, block) if lora is not None else None for block in BLOCKS]
-    linears = [getattr(layer, block) for block in BLOCKS]
     matrices = [matrix for pair in pairs for matrix in (pair or (None, None))]
-    weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-    norms = (layer.input_norm, layer.post_norm, layer.qk_norm)
-    anchor = lora.anchor if lora is not None else None
-    return FusedLayer.apply(x, layer, tables, layout, lora, anchor, *matrices, *weights, *biases, *norms)
+    return FusedLayer.apply(
+        x, layer, tables, layout, lora, weights, lora.anchor if lora is not None else None, *matrices
+    )
 
 
 class FusedLayer(torch.autograd.Function):
-    """Inputs: residual x [N, hidden] in float32; A and B of the four blocks, None where there is none; their weights; their biases; the
-    three norms. Where `lora` has sums, the gradients of A and B are added to those and not returned."""
+    """Inputs: residual x [N, hidden] in float32; A and B of the four blocks, None where there is none. Where `lora` has sums, the
+    gradients of A and B are added to those and not returned."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, layer: DecoderLayer, tables: tuple[Tensor, Tensor], layout: PackedCausal, lora: LowRank | None,
-        anchor: Tensor | None, *tensors: Tensor | None,
+        weights: Sums | None, anchor: Tensor | None, *matrices: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        config = layer.config
-        pairs, weights, biases, (input_norm, post_norm, qk_norm) = _sorted(tensors)
-        h = norm(x, input_norm, config.rms_eps)
-        qkv, low_qkv = _product(h, weights[0], biases[0], pairs[0])
-        q, k, v = _rotated(qkv, qk_norm, tables, layout, config)
-        layout.note(layer.index, k, v)
-        out, kept = attention(q, k, v, layout)
-        flat = out.view(len(x), -1)
-        middle, low_o = _product(flat, weights[1], biases[1], pairs[1], onto=x)
-        h = norm(middle, post_norm, config.rms_eps)
-        gate_up, low_gate_up = _product(h, weights[2], biases[2], pairs[2])
-        result, low_down = _product(_swiglu(gate_up), weights[3], biases[3], pairs[3], onto=middle)
+        result, kept = layer_forward(layer, x, tables, layout, lora)
         if any(ctx.needs_input_grad):
-            ctx.layer, ctx.tables, ctx.layout, ctx.lora = layer, tables, layout, lora
-            lows = (low_qkv, low_o, low_gate_up, low_down)
-            ctx.save_for_backward(x, qkv, out, *kept, middle, gate_up, *lows, *tensors)
+            ctx.layer, ctx.tables, ctx.layout, ctx.lora, ctx.weights = layer, tables, layout, lora, weights
+            ctx.save_for_backward(*kept)
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, qkv, out, k0, k1, k2, middle, gate_up, *tensors = ctx.saved_tensors
-        lows, tensors = tensors[:4], tensors[4:]
-        layer, config, layout, lora = ctx.layer, ctx.layer.config, ctx.layout, ctx.lora
-        pairs, weights, biases, (input_norm, post_norm, qk_norm) = _sorted(tensors)
-        full = ctx.needs_input_grad[FIRST_WEIGHT]  # the weights are trained, or not, all together
-        grad = grads[0].contiguous()
-        d_matrices: list[Tensor | None] = [None] * 8
-        d_weights: list[Tensor | None] = [None] * 4
-        d_biases: list[Tensor | None] = [None] * 4
-
-        def mixed_by(i: int, given: Tensor) -> Tensor | None:
-            pair = pairs[i]
-            return None if pair is None else given @ pair[1]
-
-        def note_gradients(i: int, given: Tensor, mixed: Tensor | None, entered: Tensor) -> None:
-            """Gradients of the parameters of product `i`; `given` is that of its result."""
-            if full:
-                d_weights[i] = given.t() @ entered
-                d_biases[i] = None if biases[i] is None else given.sum(0)
-            if mixed is None:
-                return
-            sums = lora.sums(layer.index, BLOCK_NAMES[i])
-            if sums is None:
-                d_matrices[2 * i], d_matrices[2 * i + 1] = mixed.t() @ entered, given.t() @ lows[i]
-            else:
-                _add_product(sums[0], mixed.t(), entered)
-                _add_product(sums[1], given.t(), lows[i])
-
-        def entering(i: int, given: Tensor, mixed: Tensor | None) -> Tensor:
-            """Gradient of what entered product `i`."""
-            d = given @ weights[i]
-            pair = pairs[i]
-            return d if mixed is None or pair is None else d.addmm_(mixed, pair[0])
-
-        narrow = grad.to(weights[3].dtype)
-        mixed = mixed_by(3, narrow)
-        d_gate_up, act = _swiglu_backward(entering(3, narrow, mixed), gate_up)
-        note_gradients(3, narrow, mixed, act)
-        del act, narrow
-        mixed = mixed_by(2, d_gate_up)
-        d_middle, narrow, h, d_post = _norm_backward(
-            entering(2, d_gate_up, mixed), middle, post_norm, grad, config.rms_eps, full
-        )
-        note_gradients(2, d_gate_up, mixed, h)
-        del d_gate_up, h
-        mixed = mixed_by(1, narrow)
-        note_gradients(1, narrow, mixed, out.view(len(x), -1))
-        d_out = entering(1, narrow, mixed).view_as(out)
-        q, k, v = _rotated(qkv, qk_norm, ctx.tables, layout, config)
-        dq, dk, dv = attention_backward(d_out, q, k, v, out, (k0, k1, k2), layout)
-        d_qkv, d_qk_norm = _rotate_backward(dq, dk, dv, qkv, qk_norm, ctx.tables, layout, config, full)
-        del q, k, v, dq, dk, dv, d_out
-        mixed = mixed_by(0, d_qkv)
-        d_x = d_input = None
-        if ctx.needs_input_grad[0] or full:
-            d_x, _, h, d_input = _norm_backward(
-                entering(0, d_qkv, mixed), x, input_norm, d_middle, config.rms_eps, full
-            )
-        else:  # the first layer, whose input nobody trains
-            h = norm(x, input_norm, config.rms_eps)
-        note_gradients(0, d_qkv, mixed, h)
-        return (d_x, None, None, None, None, None, *d_matrices, *d_weights, *d_biases, d_input, d_post, d_qk_norm)
+        d_x, matrices = layer_backward(
+            ctx.layer, grads[0].contiguous(), list(ctx.saved_tensors), ctx.tables, ctx.layout, ctx.lora, ctx.weights,
+            ctx.needs_input_grad[0],
+        )  # fmt: skip
+        return (d_x, None, None, None, None, None, None, *matrices)
 
 
-def _sorted(tensors: Any) -> tuple[list[tuple[Tensor, Tensor] | None], list[Tensor], list[Tensor | None], list[Any]]:
-    """(A and B), weights, biases of the four blocks, and the norms."""
-    pairs = [(tensors[2 * i], tensors[2 * i + 1]) if tensors[2 * i] is not None else None for i in range(4)]
-    return pairs, list(tensors[8:12]), list(tensors[12:16]), list(tensors[16:19])
-
-
-def _product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, pair: tuple[Tensor, Tensor] | None, onto: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """(``onto + x W^T + bias + (x A^T) B^T``, ``x A^T``); in float32 where `onto` is."""
-    if onto is None:
-        y = F.linear(x, weight, bias)
-    elif x.dtype == onto.dtype:
-        y = torch.addmm(onto, x, weight.t())
-    else:
-        y = torch.addmm(onto, x, weight.t(), out_dtype=onto.dtype)
-    if onto is not None and bias is not None:
-        y += bias
-    if pair is None:
-        return y, None
-    low = F.linear(x, pair[0])
-    _add_product(y, low, pair[1].t())
-    return y, low
+def _onto(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """``total + x W^T`` in the dtype of `total`."""
+    if x.dtype == total.dtype:
+        return torch.addmm(total, x, weight.t())
+    return torch.addmm(total, x, weight.t(), out_dtype=total.dtype)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -240,28 +333,31 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
 
 
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last axis of [N, size]."""
+def norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """Root-mean-square norm over the last axis of [N, size]; in the first columns of `out` if that is given, which is returned."""
     n, size = x.shape
-    out, block = torch.empty(n, size, dtype=weight.dtype, device=x.device), triton.next_power_of_2(size)
-    kernels.norm_kernel[(n,)](x, weight, out, eps, SIZE=size, BLOCK=block, num_warps=min(16, max(1, block // 512)))
+    block = triton.next_power_of_2(size)
+    if out is None:
+        out = torch.empty(n, size, dtype=weight.dtype, device=x.device)
+    kernels.norm_kernel[(n,)](
+        x, weight, out, out.stride(0), eps, SIZE=size, BLOCK=block, num_warps=min(16, max(1, block // 512))
+    )
     return out
 
 
 def _norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, residual_grad: Tensor, eps: float, full: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(gradient of the residual in its dtype, the same in the weights' dtype, the norm's result, gradient of its weight)."""
+    grad: Tensor, x: Tensor, weight: Tensor, residual_grad: Tensor, narrow: Tensor | None, eps: float, full: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(gradient of the residual in its dtype, the norm's result, gradient of its weight); the first in the weights' dtype in `narrow`."""
     n, size = x.shape
     programs, block = triton.cdiv(n, NORM_ROWS), triton.next_power_of_2(size)
-    out, narrow = torch.empty_like(x), torch.empty(n, size, dtype=weight.dtype, device=x.device)
-    again = torch.empty_like(narrow)
+    out, again = torch.empty_like(x), torch.empty(n, size, dtype=weight.dtype, device=x.device)
     shares = torch.empty(programs, size, device=x.device) if full else out
     kernels.norm_backward_kernel[(programs,)](
-        grad, x, weight, residual_grad, out, narrow, again, shares, n, eps,
-        SIZE=size, BLOCK=block, ROWS=NORM_ROWS, WEIGHTS=full, num_warps=min(16, max(1, block // 512)),
+        grad, x, weight, residual_grad, out, out if narrow is None else narrow, 0 if narrow is None else narrow.stride(0), again, shares, n, eps,
+        SIZE=size, BLOCK=block, ROWS=NORM_ROWS, WEIGHTS=full, NARROW=narrow is not None, num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
-    return out, narrow, again, shares.sum(0).to(weight.dtype) if full else None
+    return out, again, shares.sum(0) if full else None
 
 
 def _rotated(
@@ -280,10 +376,11 @@ def _rotated(
 
 def _rotate_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, qk_norm: Tensor | None, tables: tuple[Tensor, Tensor], layout: PackedCausal,
-    c: DecoderConfig, full: bool,
+    c: DecoderConfig, full: bool, given: Tensor, lead: int,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(`given`, of which the columns from `lead` on are the gradient of `qkv`; that of the norm's weight)."""
     n, tiles = len(qkv), triton.cdiv(len(qkv), ROTATE_ROWS)
-    out, heads = torch.empty_like(qkv), c.n_heads + c.n_kv_heads
+    out, heads = given[:, lead:], c.n_heads + c.n_kv_heads
     weights = full and qk_norm is not None
     shares = torch.empty(tiles, heads, c.head_dim, device=qkv.device) if weights else out
     kernels.rotate_backward_kernel[(tiles, heads + c.n_kv_heads)](
@@ -293,90 +390,25 @@ def _rotate_backward(
         WEIGHTS=weights, num_warps=4,
     )  # fmt: skip
     if not weights:
-        return out, None
+        return given, None
     summed = shares.sum(0)
-    return out, torch.stack((summed[: c.n_heads].sum(0), summed[c.n_heads :].sum(0))).to(qkv.dtype)
+    return given, torch.stack((summed[: c.n_heads].sum(0), summed[c.n_heads :].sum(0)))
 
 
-def _swiglu(x: Tensor) -> Tensor:
+def _swiglu(x: Tensor, out: Tensor) -> Tensor:
+    """``silu(gate) * up`` in the first columns of `out`."""
     n, size = len(x), x.shape[1] // 2
-    out = torch.empty(n, size, dtype=x.dtype, device=x.device)
-    kernels.swiglu_kernel[(n, triton.cdiv(size, SWIGLU_BLOCK))](x, out, SIZE=size, BLOCK=SWIGLU_BLOCK, num_warps=4)
+    kernels.swiglu_kernel[(n, triton.cdiv(size, SWIGLU_BLOCK))](
+        x, out, out.stride(0), SIZE=size, BLOCK=SWIGLU_BLOCK, num_warps=4
+    )
     return out
 
 
-def _swiglu_backward(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+def _swiglu_backward(grad: Tensor, x: Tensor, given: Tensor, lead: int) -> tuple[Tensor, Tensor]:
+    """(`given`, of which the columns from `lead` on are the gradient of `x`; ``silu(gate) * up`` once more)."""
     n, size = grad.shape
-    dx, again = torch.empty_like(x), torch.empty_like(grad)
+    dx, again = given[:, lead:], torch.empty_like(grad)
     kernels.swiglu_backward_kernel[(n, triton.cdiv(size, SWIGLU_BLOCK))](
-        grad, x, dx, again, SIZE=size, BLOCK=SWIGLU_BLOCK, num_warps=4
+        grad, x, dx, dx.stride(0), again, SIZE=size, BLOCK=SWIGLU_BLOCK, num_warps=4
     )
-    return dx, again
-
-
-def token_logprobs(model: Decoder, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    """(log-probability [M] of `targets`, entropy [M]) from hidden states [M, hidden]; the entropy carries no gradient."""
-    return HeadLogprobs.apply(hidden, model.output_weight, targets, temperatures)
-
-
-class HeadLogprobs(torch.autograd.Function):
-    """Logits are made a chunk at a time. With a frozen head the gradient of each log-probability by its hidden state is made while the
-    chunk is there, so the backward pass is a scaling; a trained head needs its logits once more."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-        trained = ctx.needs_input_grad[1]
-        slopes = torch.empty_like(hidden) if ctx.needs_input_grad[0] and not trained else None
-        logprobs, entropies = _head_pass(hidden, head, targets, temperatures, slopes)
-        ctx.trained = trained
-        if trained:
-            ctx.save_for_backward(hidden, head, targets, temperatures)
-        elif slopes is not None:
-            ctx.save_for_backward(slopes)
-        ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        grad = grads[0]
-        if not ctx.trained:
-            (slopes,) = ctx.saved_tensors
-            return (slopes * grad.unsqueeze(1)).to(slopes.dtype), None, None, None
-        hidden, head, targets, temperatures = ctx.saved_tensors
-        d_hidden, d_head = torch.empty_like(hidden), torch.zeros_like(head, dtype=torch.float32)
-        for rows in range(0, len(hidden), HEAD_ROWS):
-            part = slice(rows, rows + HEAD_ROWS)
-            d_logits = torch.empty(len(targets[part]), len(head), dtype=hidden.dtype, device=hidden.device)
-            _chunk_logprobs(hidden[part], head, targets[part], temperatures[part], d_logits)
-            d_logits *= grad[part].unsqueeze(1)
-            d_hidden[part] = d_logits @ head
-            d_head += d_logits.t() @ hidden[part]
-        return d_hidden, d_head.to(head.dtype), None, None
-
-
-def _head_pass(
-    hidden: Tensor, head: Tensor, targets: Tensor, temperatures: Tensor, slopes: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    parts = []
-    for rows in range(0, len(hidden), HEAD_ROWS):
-        part = slice(rows, rows + HEAD_ROWS)
-        d_logits = None
-        if slopes is not None:
-            d_logits = torch.empty(len(targets[part]), len(head), dtype=hidden.dtype, device=hidden.device)
-        parts.append(_chunk_logprobs(hidden[part], head, targets[part], temperatures[part], d_logits))
-        if slopes is not None and d_logits is not None:
-            slopes[part] = d_logits @ head
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
-
-
-def _chunk_logprobs(
-    hidden: Tensor, head: Tensor, targets: Tensor, temperatures: Tensor, d_logits: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    logits = FloatLogits.apply(hidden, head)
-    n, vocab = logits.shape
-    logprobs, entropies = torch.empty(n, device=logits.device), torch.empty(n, device=logits.device)
-    kernels.logprob_kernel[(n,)](
-        logits, targets, temperatures, logprobs, entropies, logits if d_logits is None else d_logits,
-        VOCAB=vocab, BLOCK=min(LOGPROB_BLOCK, triton.next_power_of_2(vocab)), GRADS=d_logits is not None, num_warps=8,
-    )  # fmt: skip
-    return logprobs, entropies
+    return given, again

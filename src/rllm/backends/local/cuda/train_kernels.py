@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def norm_kernel(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def norm_kernel(x, weight, out, out_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """``out = x / rms(x) * weight`` of one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -21,13 +21,13 @@ def norm_kernel(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     scale = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
     gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     normed = (values * scale).to(dtype).to(tl.float32) * gain
-    tl.store(out + row * SIZE + columns, normed.to(dtype), mask=inside)
+    tl.store(out + row * out_stride + columns, normed.to(dtype), mask=inside)
 
 
 @triton.jit
 def norm_backward_kernel(
-    grad, x, weight, residual_grad, out, narrow, again, weight_grads, n, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WEIGHTS: tl.constexpr,
+    grad, x, weight, residual_grad, out, narrow, narrow_stride, again, weight_grads, n, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WEIGHTS: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """``out = residual_grad + d norm / d x``, the same rounded in `narrow`, and the norm once more in `again`. With WEIGHTS each program leaves its rows' share of the weight's gradient,
     `weight_grads` [programs, SIZE]."""
@@ -51,7 +51,8 @@ def norm_backward_kernel(
         passed = scale * (given - normed * (tl.sum(given * normed, axis=0) / SIZE))
         passed += tl.load(residual_grad + row * SIZE + columns, mask=here, other=0.0).to(tl.float32)
         tl.store(out + row * SIZE + columns, passed.to(out.dtype.element_ty), mask=here)
-        tl.store(narrow + row * SIZE + columns, passed.to(narrow.dtype.element_ty), mask=here)
+        if NARROW:
+            tl.store(narrow + row * narrow_stride + columns, passed.to(narrow.dtype.element_ty), mask=here)
     if WEIGHTS:
         tl.store(weight_grads + program * SIZE + columns, share, mask=inside)
 
@@ -139,7 +140,7 @@ def rotate_backward_kernel(
 
 
 @triton.jit
-def swiglu_kernel(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def swiglu_kernel(x, out, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """``silu(gate) * up`` of one row's block; `x` [N, 2 SIZE]."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -148,11 +149,11 @@ def swiglu_kernel(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     gate = tl.load(x + row * 2 * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * SIZE + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
     activated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
-    tl.store(out + row * SIZE + columns, (activated * up).to(dtype), mask=inside)
+    tl.store(out + row * out_stride + columns, (activated * up).to(dtype), mask=inside)
 
 
 @triton.jit
-def swiglu_backward_kernel(grad, x, dx, again, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def swiglu_backward_kernel(grad, x, dx, dx_stride, again, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Gradient `dx` [N, 2 SIZE] of gate and up, and ``silu(gate) * up`` once more in `again` [N, SIZE]."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -164,8 +165,8 @@ def swiglu_backward_kernel(grad, x, dx, again, SIZE: tl.constexpr, BLOCK: tl.con
     s = tl.sigmoid(gate)
     activated = gate * s
     tl.store(again + row * SIZE + columns, (activated.to(dtype).to(tl.float32) * up).to(dtype), mask=inside)
-    tl.store(dx + row * 2 * SIZE + columns, (given * up * (s + activated * (1.0 - s))).to(dtype), mask=inside)
-    tl.store(dx + row * 2 * SIZE + SIZE + columns, (given * activated).to(dtype), mask=inside)
+    tl.store(dx + row * dx_stride + columns, (given * up * (s + activated * (1.0 - s))).to(dtype), mask=inside)
+    tl.store(dx + row * dx_stride + SIZE + columns, (given * activated).to(dtype), mask=inside)
 
 
 @triton.jit
