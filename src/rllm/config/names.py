@@ -57,6 +57,9 @@ REFUSED_LOSSES: dict[str, str] = dict.fromkeys(
     ("clip_cov", "kl_cov", "geo_mean", "sapo", "gpg", "dppo_tv", "dppo_kl", "bypass_mode"), "not built"
 )
 
+VLLM_MAX_RANK = 512
+"""The highest of vLLM's `max_lora_rank`."""
+
 TEMPLATE_RESERVED = frozenset({
     "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
     "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
