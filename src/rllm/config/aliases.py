@@ -162,6 +162,8 @@ SPREAD: dict[str, tuple[str, ...]] = {
     f"{ACTOR}.clip_ratio": ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"),
     "rllm.algorithm.eps_clip": ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"),
 }
+# Those of them whose value is a list, one for each; of the others one number is for all.
+PAIRS = frozenset({f"{ACTOR}.optim.betas"})
 
 # Values that those tools use for "off" or "default", in our words.
 TRANSLATED: dict[str, dict[Any, Any]] = {
@@ -375,6 +377,8 @@ def translated(field: str, key: str, value: Any) -> Any:
         if len(value) != len(fields):
             raise ConfigError(f"{key}={list(value)}: {len(value)} values; expected {len(fields)}: {', '.join(fields)}")
         return value[fields.index(field)]
+    if key in PAIRS:
+        raise ConfigError(f"{key}={value}: expected a list of {len(SPREAD[key])}: {', '.join(SPREAD[key])}")
     if key != field and isinstance(value, bool) and field in FLAGS:
         return FLAGS[field][value]
     words: Mapping[Any, Any] = TRANSLATED.get(field, {})
