@@ -220,7 +220,10 @@ class _Run:
 
     def _prove_publish(self) -> dict[str, float]:
         """The sampler must now run what the trainer has: otherwise nothing that follows means anything, and the run stops."""
-        probe = self.backend.probe()
+        try:
+            probe = self.backend.probe()
+        except FloatingPointError as error:
+            raise RunError(f"step {self.step}: {error}") from error
         if not probe.passed:
             raise RunError(
                 f"step {self.step}: the sampler does not run the policy that was trained. Policy version: sampler "
