@@ -32,6 +32,8 @@ LOSSES: dict[str, str] = {
     "reinforce": "-logp A",
     "cross_entropy": "-logp A; A is the weight of the token",
 }
+NO_RATIO = frozenset({"reinforce", "cross_entropy"})
+"""Losses that read the log-probabilities of the trained policy alone."""
 AGGREGATIONS: dict[str, str] = {
     "token-mean": "mean over all tokens",
     "token-sum": "sum over all tokens",

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from rllm.config.names import AGGREGATIONS, ESTIMATORS, LOSSES
+from rllm.config.names import AGGREGATIONS, ESTIMATORS, LOSSES, NO_RATIO
 from rllm.config.section import Fraction, Section
 
 
@@ -156,3 +156,7 @@ class AlgorithmConfig(Section):
     def losses(self) -> set[str]:
         """Every loss that is named, of single roles too."""
         return {self.loss, *(own.loss for own in self.per_role.values() if own.loss)}
+
+    def takes_ratio(self) -> bool:
+        """Whether a loss compares the policy with the one before the update; a loss of the user's may."""
+        return not self.losses() <= NO_RATIO
