@@ -11,17 +11,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import random
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import rllm
 from rllm.backends.base import AdamParams, Datum, LossSpec, SamplingParams
 from rllm.backends.local.cuda.engine import CudaEngine
 from rllm.backends.local.learner import Learner
+from rllm.backends.local.loading import save_decoder
 from rllm.backends.local.model import Decoder, DecoderConfig
 from rllm.lora.adapter import LoraAdapter
 
@@ -70,6 +77,14 @@ def timed(work: Callable[[], object], repeats: int) -> float:
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
+
+
+def timed_once(work: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 def prompts_of(count: int, length: int, seed: int = 0) -> list[list[int]]:
@@ -163,9 +178,13 @@ def bench_sampling(args: argparse.Namespace, config: DecoderConfig) -> None:
             seconds = timed(work, args.repeats)
             rate = batch * args.tokens / seconds
             stats = engine.stats()
+            before = stats["prefill_s"], stats["decode_s"]
+            generate_again = timed_once(work)
+            stats = engine.stats()
+            last = f"last run {generate_again:.3f} s: prefill {stats['prefill_s'] - before[0]:.3f}, decode {stats['decode_s'] - before[1]:.3f}"
             print(
                 f"sample batch {batch:3d} {label:16s} {rate:8.0f} tok/s  {seconds:.3f} s  {rate / floor:.2f} of floor "
-                f"{floor:.0f}  prefill {stats['prefill_s']:.2f} s in all",
+                f"{floor:.0f}  {last}",
                 flush=True,
             )
             if label == "LoRA r=8":
@@ -291,6 +310,48 @@ def bench_training(args: argparse.Namespace, config: DecoderConfig) -> None:
         del learner, model
 
 
+FIRST_TOKEN = """
+import asyncio, sys
+from rllm.backends.base import SamplingParams
+from rllm.backends.local.backend import LocalBackend
+from rllm.config.load import load_config
+backend = LocalBackend.create(load_config(overrides=["model.path=" + sys.argv[1], "lora.rank=8", "model.dtype=bfloat16"]).config)
+asyncio.run(backend.sample(list(range(20, 276)), SamplingParams(1)))
+print("token", flush=True)
+"""
+
+
+def bench_start(args: argparse.Namespace, config: DecoderConfig) -> None:
+    """From the start of a process to its first sampled token, weights on disk (and in the page cache), compiled kernels kept or not."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, default = Path(name), Path(rllm.__file__).parent / "models" / "default"
+        model = random_decoder(config)
+        save_decoder(model, default, folder)
+        del model
+        torch.cuda.empty_cache()
+        shapes = {
+            "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size, "head_dim": config.head_dim,
+            "num_hidden_layers": config.n_layers, "num_attention_heads": config.n_heads, "vocab_size": config.vocab_size,
+            "num_key_value_heads": config.n_kv_heads, "tie_word_embeddings": config.tied, "max_position_embeddings": 40960,
+            "layer_types": ["full_attention"] * config.n_layers,
+        }  # fmt: skip
+        known = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(known | shapes))
+        seconds = []
+        for run in range(args.repeats + 1):
+            cache = os.environ | {"TRITON_CACHE_DIR": f"{name}/kernels"}
+            started = time.perf_counter()
+            with subprocess.Popen(
+                [sys.executable, "-c", FIRST_TOKEN, name], stdout=subprocess.PIPE, env=cache
+            ) as process:
+                assert process.stdout is not None and process.stdout.readline() == b"token\n"
+                seconds.append(time.perf_counter() - started)
+                process.kill()
+            if not run:
+                print(f"start to first token, kernels compiled anew {seconds[0]:.1f} s", flush=True)
+        print(f"start to first token, kernels cached {statistics.median(seconds[1:]):.1f} s", flush=True)
+
+
 def profile(work: Callable[[], object], title: str) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
@@ -305,7 +366,9 @@ def profile(work: Callable[[], object], title: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["sample", "train", "step"], choices=["sample", "train", "step"])
+    parser.add_argument(
+        "--parts", nargs="+", default=["sample", "train", "step"], choices=["sample", "train", "step", "start"]
+    )
     parser.add_argument("--shapes", default="0.6b", choices=list(SHAPES))
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--prompt", type=int, default=256)
@@ -316,6 +379,8 @@ def main() -> None:
     print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__} | vars(args)))
     if "sample" in args.parts:
         bench_sampling(args, SHAPES[args.shapes])
+    if "start" in args.parts:
+        bench_start(args, SHAPES[args.shapes])
     if "step" in args.parts:
         bench_step(args, SHAPES[args.shapes])
     if "train" in args.parts:

@@ -73,6 +73,13 @@ class EarlyStop:
             self.reason = f"{s.metric} has no new best in {self.without_best} validations; {best}"
         return is_best
 
+    def state(self) -> dict[str, Any]:
+        """What `restore` takes."""
+        return {"best": self.best, "best_step": self.best_step, "without_best": self.without_best}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.best, self.best_step, self.without_best = state["best"], state["best_step"], state["without_best"]
+
     def to_dict(self) -> dict[str, Any]:
         """What `result.json` says of it."""
         return {

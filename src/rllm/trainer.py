@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rllm import checkpoint
 from rllm.algorithms.datums import build_datums, check_role_names
 from rllm.algorithms.grouping import Accounting
 from rllm.algorithms.metrics import validation_metrics
@@ -77,15 +78,25 @@ class AgentTrainer:
             raise DataError(
                 "trainer.val_only=true: there are no validation tasks; give val_dataset=, or data.val_files=<file or built-in name>"
             )
-        check_early_stop(self.config, self.val_dataset, total_steps(self.train_dataset, self.config))
+        total = total_steps(self.train_dataset, self.config)
+        check_early_stop(self.config, self.val_dataset, total)
         started = time.monotonic()
-        folder = RunFolder.create(self.resolved)
+        resumed = checkpoint.resumed(self.config, self.train_dataset, total)
+        folder = RunFolder.create(self.resolved) if resumed is None else None
         backend = self._given_backend or create_backend(self.config)
         runner_parts = (self.flow, self.workflow_class, self.workflow_args, self.evaluator)
         try:
+            if resumed is not None:
+                backend.load_state(resumed.state)
             distiller = Distiller.of(self.config, backend)
             with Rollouts(backend, self.config, *runner_parts) as rollouts:
-                return _Run(self, folder, backend, rollouts, started, distiller).run()
+                if folder is None:  # only now, since what does not fit must change nothing
+                    assert resumed is not None
+                    folder = RunFolder.reopen(resumed.run, self.resolved, resumed.progress.step)
+                run = _Run(self, folder, backend, rollouts, started, distiller)
+                if resumed is not None:
+                    run.go_on_after(resumed.progress)
+                return run.run()
         finally:
             if self._given_backend is None:
                 backend.close()
@@ -107,6 +118,10 @@ class _Run:
     last_rewards: dict[str, float] = field(default_factory=dict)
     validations: dict[str, dict[str, float]] = field(default_factory=dict)
     interrupted: bool = False
+    # Steps done before this process; batches of tasks drawn in all, and until the last finished step.
+    begun: int = 0
+    drawn: int = 0
+    drawn_then: int = 0
 
     def __post_init__(self) -> None:
         config = self.trainer.config
@@ -116,6 +131,16 @@ class _Run:
         self.update = PolicyUpdate(self.backend, config, loss_spec(config), self.total)
         self.early_stop = EarlyStop(config.trainer.early_stop)
 
+    def go_on_after(self, progress: checkpoint.Progress) -> None:
+        """Be where a run was after its last saved step; the backend is."""
+        self.step = self.completed = self.begun = progress.step
+        self.drawn = self.drawn_then = progress.batches
+        self.account = Accounting.of_counts(progress.account)
+        self.validations = dict(progress.validations)
+        self.early_stop.restore(progress.early_stop)
+        for _ in range(self.drawn):
+            next(self.batches)
+
     def run(self) -> dict[str, Any]:
         config = self.trainer.config
         total, validated = self.total, {}
@@ -124,12 +149,15 @@ class _Run:
         for tracker in self.trackers:
             tracker.start(facts, total)
         try:
-            wants_before = config.trainer.val_before_train or config.trainer.val_only
+            if self.begun:
+                self._say(f"goes on after step {self.begun} of {total}")
+            wants_before = (config.trainer.val_before_train or config.trainer.val_only) and not self.begun
             if wants_before and (total == 0 or not config.lora.trains_adapters):
                 self._validate_before(DEFAULT_ADAPTER)
             if total:
                 self._prove_publish()
-            for self.step in range(1, total + 1):
+            for step in range(self.begun + 1, total + 1):
+                self.step = step
                 validated = self._train_step()
                 # With LoRA the starting policy stays at hand, so the first step need not wait for its validation.
                 if self.step == 1 and wants_before and config.lora.trains_adapters:
@@ -161,6 +189,7 @@ class _Run:
         config, clock = self.trainer.config, time.monotonic()
         found = collect(self.rollouts, self.batches, config, self.step, self.backend.policy_version)
         self.folder.write_episodes(self.step, "train", found.episodes)
+        self.drawn += found.batches
         rolled_out = time.monotonic()
         account, metrics = found.account, found.metrics(config)
         if self.step == 1:
@@ -188,7 +217,7 @@ class _Run:
         account.check()
         self.account.add(account)
         metrics |= account.to_metrics() | self.rollouts.gateway.take_counts()
-        self.completed = self.step
+        self.completed, self.drawn_then = self.step, self.drawn
         self.last_rewards = {name: value for name, value in metrics.items() if name.endswith("/mean")}
         updated = time.monotonic()
         tokens = sum(len(s.response_ids) for e in found.episodes for t in e.trajectories for s in t.steps)
@@ -208,6 +237,7 @@ class _Run:
                 self._save_best()
         if config.trainer.save_freq and self.step % config.trainer.save_freq == 0:
             self._save(self.folder.path / f"adapter-step-{self.step}")
+            self._save_state()
         self._report(metrics | validated)
         return validated
 
@@ -274,6 +304,14 @@ class _Run:
         self.backend.export_adapter(path, facts | {"last training step": self.last_rewards})
         return path
 
+    def _save_state(self) -> None:
+        """Of the steps that were finished."""
+        assert self.trainer.train_dataset is not None
+        facts = checkpoint.facts_of(self.trainer.config, self.trainer.train_dataset)
+        early, found = self.early_stop.state(), self.validations
+        progress = checkpoint.Progress(self.completed, self.drawn_then, self.account.counts(), found, early, facts)
+        checkpoint.save(self.folder.path, self.backend, progress)
+
     def _save_best(self) -> None:
         """Keep what did best in validation, in place of what did before."""
         path = self.folder.path / self._best_name()
@@ -290,6 +328,9 @@ class _Run:
         config = self.trainer.config
         name = "adapter" if config.lora.trains_adapters else "model"
         saved = self._save(self.folder.path / name) if not config.trainer.val_only else None
+        # Of all weights a state is three copies in float32, so it is written only where states were asked for.
+        if self.completed and (config.lora.trains_adapters or config.trainer.save_freq or self.interrupted):
+            self._save_state()
         result: dict[str, Any] = {
             "val": self.validations,
             "steps": self.completed,
@@ -297,6 +338,7 @@ class _Run:
             "adapter": name if saved and config.lora.trains_adapters else None,
             "model": name if saved and not config.lora.trains_adapters else None,
             "accounting": self.account.to_dict(),
+            "state": checkpoint.STATE if checkpoint.state_of(self.folder.path) else None,
             "interrupted": self.interrupted,
         }
         if config.trainer.early_stop.metric is not None:

@@ -69,7 +69,6 @@ def test_the_longest_group_that_holds_a_key_says_its_reason():
         ("algorithm.rollout_correction.capp=3", "unknown key 'algorithm.rollout_correction.capp'; did you mean"),
         ("rllm.rejection_sample.enabel=True", "unknown key 'rllm.rejection_sample.enabel'; did you mean"),
         ("algorithm.filter_groups.metrik=acc", "unknown key 'algorithm.filter_groups.metrik'; did you mean"),
-        ("trainer.resume_from_path=runs/x", "resume is not there yet"),
         ("rllm.workflow.workflow_args.gamma=0.9", "not discounted"),
     ],
 )

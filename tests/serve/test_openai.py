@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from rllm.errors import UserError
-from rllm.serve.openai import serve_openai
+from rllm.serve.server import serve
 
 CLIENT = Path(__file__).parents[2] / "examples" / "chat_client.py"
 
@@ -35,9 +35,7 @@ def served(backend: Any) -> Iterator[str]:
         ready.set()
 
     port = free_port()
-    thread = threading.Thread(
-        target=serve_openai, args=(backend, "127.0.0.1", port), kwargs={"say": say, "until": stop}
-    )
+    thread = threading.Thread(target=serve, args=(backend, "127.0.0.1", port), kwargs={"say": say, "until": stop})
     thread.start()
     assert ready.wait(10)
     assert "adapter and echo" in said[0]
@@ -78,5 +76,5 @@ def test_the_example_client_says_what_is_wrong() -> None:
 def test_a_port_in_use_is_an_error_before_anything_is_served(served: str, backend: Any) -> None:
     port = int(served.rpartition(":")[2].partition("/")[0])
     with pytest.raises(UserError, match=str(port)):
-        serve_openai(backend, port=port)
+        serve(backend, port=port)
     assert httpx.get(f"{served}/models").status_code == 200

@@ -6,8 +6,9 @@ Pure bookkeeping over the user's types: no tensors, no I/O.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from rllm.types import Episode, Trajectory, TrajectoryGroup
 
@@ -57,6 +58,14 @@ class Accounting:
             "failed": dict(self.failed),
             "stale": self.stale,
         }
+
+    def counts(self) -> dict[str, Any]:
+        """All of it as plain data; `of_counts` is the inverse."""
+        return self.to_dict() | {"untrained_steps": self.untrained_steps}
+
+    @classmethod
+    def of_counts(cls, counts: Mapping[str, Any]) -> Accounting:
+        return cls(**{**counts, "dropped": Counter(counts["dropped"]), "failed": Counter(counts["failed"])})
 
 
 def usable_trajectories(episodes: Iterable[Episode], account: Accounting) -> list[tuple[str, Trajectory]]:

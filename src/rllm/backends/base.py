@@ -42,7 +42,8 @@ OnToken = Callable[[int, float], None]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample one completion. `seed` None: the engine draws one. `max_tokens` counts the end-of-turn token."""
+    """How to sample one completion. `seed` None: the engine draws one. `max_tokens` counts the end-of-turn token, which does not end the
+    completion where `ignore_eos`."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -51,6 +52,7 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
 
 
 @dataclass

@@ -143,10 +143,7 @@ def evaluate(
         raise ConfigError(f"--k {k!r}: expected whole numbers with commas, e.g. 1,4") from None
     if not ks or ks[0] < 1:
         raise ConfigError(f"--k {k!r}: every k must be at least 1")
-    if api_key_env is not None and api_key_env not in os.environ:
-        raise ConfigError(
-            f"--api-key-env {api_key_env}: there is no such environment variable; set it, or leave the option out"
-        )
+    api_key = _key(api_key_env)
     own_model = [f"model.path={model}"] if model and base_url is None else []
     extra = [*own_model, *([f"rollout.n_val={n}"] if n else [])]
     if out is not None and not out.resolve().parent.is_dir():
@@ -172,7 +169,7 @@ def evaluate(
             ks=ks,
             base_url=base_url,
             model=model if base_url is not None else None,
-            api_key=os.environ[api_key_env] if api_key_env else None,
+            api_key=api_key,
             episodes=episodes,
             resume=resume,
         )
@@ -236,26 +233,39 @@ def schema() -> None:
 def serve(
     model: Annotated[str, typer.Option(help="Folder, hub id, or default")] = "default",
     adapter: Annotated[str | None, typer.Option(help="PEFT folder to serve beside the model")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; one that other machines reach needs --api-key-env")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one")] = 8000,
+    api: Annotated[str, typer.Option(help="What to speak: tinker, openai, or both with a comma")] = "tinker,openai",
+    name: Annotated[
+        str | None, typer.Option(help="What clients call the model (Tinker's base_model); default: as in --model")
+    ] = None,
+    state: Annotated[
+        Path | None, typer.Option(help="Folder for Tinker's checkpoints and database (default: runs/serve)")
+    ] = None,
+    alpha: Annotated[
+        float | None,
+        typer.Option(min=1e-6, help="LoRA alpha of Tinker's runs: updates are scaled by alpha / rank (default: 32)"),
+    ] = None,
+    max_rank: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="Highest LoRA rank of Tinker's runs (default: 512)")
+    ] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(metavar="VAR", help="Environment variable with the key that clients must show")
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Config override key=value; may be given again")
     ] = None,
 ) -> None:
-    """Serve the model, and an adapter beside it, to any OpenAI client."""
+    """Serve the model, and an adapter beside it, to OpenAI clients and to Tinker clients, which train and sample adapters of their own."""
+    from rllm.serve.server import check_key, chosen_apis, serve_model
+
+    apis, key = chosen_apis(api), _key(api_key_env)
+    check_key(host, key, tinker="tinker" in apis)
     values: dict[str, Any] = {"model": {"path": model}, "lora": {"adapter_path": adapter}}
     resolved = load_config(overrides=overrides or (), base=values, training=False)
-    from rllm.lora.files import match_config_to_adapter
-    from rllm.serve.openai import serve_openai
-    from rllm.trainer import create_backend
-
-    config = match_config_to_adapter(resolved.config) if adapter else resolved.config
-    backend = create_backend(config)
-    try:
-        adapters = list(config.lora.adapters()) if adapter else []
-        serve_openai(backend, host, port, adapters=adapters, reasoning=config.rollout.reasoning)
-    finally:
-        backend.close()
+    serve_model(resolved.config, host, port, apis=apis, name=name, state=state, alpha=alpha, max_rank=max_rank, key=key)
 
 
 @app.command()
@@ -287,6 +297,14 @@ def merge(
     options = MergeOptions(None if dtype == "keep" else getattr(torch, dtype), size, overwrite, trust_remote_code)
     result = merge_adapter(folder, resolve_model(base or base_of(folder, DEFAULT_MODEL), "base"), out, options)
     describe(result, out, typer.echo)
+
+
+def _key(variable: str | None) -> str | None:
+    if variable is not None and variable not in os.environ:
+        raise ConfigError(
+            f"--api-key-env {variable}: there is no such environment variable; set it, or leave the option out"
+        )
+    return os.environ[variable] if variable else None
 
 
 def _check_first(target: str, files: Sequence[Path], overrides: Sequence[str], training: bool = True) -> None:

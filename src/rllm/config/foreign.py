@@ -141,7 +141,7 @@ TREE_NO_EFFECT: dict[str, str] = {
     # rLLM's Tinker backend
     "fuse_forward_backward_and_optim_step": ENGINE,
     "rollout_engine.": "the model's own chat template renders every call",
-    "training.resume_mode": "resume is not there yet; lora.adapter_path starts from a saved adapter",
+    "training.resume_mode": "trainer.resume=auto or trainer.resume=<folder of a run> goes on with a run",
 }
 
 # Keys taken at the values that say what is done here anyway: (those values, why no other).
@@ -153,8 +153,6 @@ TREE_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "distillation.enabled": ((False,), _TEACHER),
     "rllm.distill.enable": ((False,), _TEACHER),
     "rllm.remote_runtime.enabled": ((False,), "flows run in this process"),
-    "trainer.resume_from_path": ((None,), "resume is not there yet; lora.adapter_path starts from a saved adapter"),
-    "training.resume_from_path": ((None,), "resume is not there yet; lora.adapter_path starts from a saved adapter"),
     "trainer.checkpoint_callback_class": ((None,), "a run saves by trainer.save_freq"),
     "trainer.v1.sampler.custom_sampler.path": ((None,), "rows are used in the step that sampled them"),
     "critic.enable": ((None, False), NO_CRITIC),

@@ -281,7 +281,16 @@ class TrainerConfig(Section):
         default=1, gt=0, description="Passes over the training tasks when total_steps is not given"
     )
     test_freq: int = Field(default=0, ge=0, description="Validate every N steps (0: only before and after)")
-    save_freq: int = Field(default=0, ge=0, description="Save the adapter every N steps (0: only at the end)")
+    save_freq: int = Field(
+        default=0,
+        ge=0,
+        description="Save the adapter, and the state to resume from, every N steps (0: only at the end)",
+    )
+    resume: str | None = Field(
+        default=None,
+        description="Go on with the run in this folder as if it had not stopped; auto: with the one of trainer.experiment_name, if it has "
+        "a state",
+    )
     val_before_train: bool = Field(default=True, description="Validate before the first step")
     val_only: bool = Field(default=False, description="Validate once and stop")
     early_stop: EarlyStopConfig = Field(default_factory=EarlyStopConfig)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -58,6 +59,22 @@ class RunFolder:
         (path / "run.json").write_text(json.dumps(_circumstances(resolved), indent=2) + "\n", encoding="utf-8")
         return folder
 
+    @classmethod
+    def reopen(cls, path: Path, resolved: Resolved[Any], step: int) -> RunFolder:
+        """The folder of a run that goes on after `step` steps: lines of later steps go, since those steps come again."""
+        folder = cls(path, resolved.config.trainer.log_episodes)
+        for name in ("metrics.jsonl", "episodes.jsonl"):
+            _keep_until(path / name, step)
+        (path / "result.json").unlink(missing_ok=True)
+        number = 2
+        while (path / f"run-{number}.json").exists():
+            number += 1
+        about = {"resumed_after_step": step} | _circumstances(resolved)
+        (path / f"run-{number}.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        (path / f"config-{number}.yaml").write_text(to_yaml(resolved.config), encoding="utf-8")
+        _point_latest(path.parent, path)
+        return folder
+
     def write_metrics(self, metrics: Mapping[str, float]) -> None:
         """One line of metrics.jsonl, with `step` as a whole number."""
         self._append("metrics.jsonl", [{**metrics, "step": int(metrics["step"])}])
@@ -77,6 +94,19 @@ class RunFolder:
         with (self.path / name).open("a", encoding="utf-8") as file:
             for row in rows:
                 file.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False, default=str) + "\n")
+
+
+def _keep_until(file: Path, step: int) -> None:
+    """Drop the lines of steps after `step`, and what a kill left of a line."""
+    if not file.exists():
+        return
+    part = file.with_name(file.name + ".part")
+    with file.open(encoding="utf-8") as old, part.open("w", encoding="utf-8") as new:
+        for line in old:
+            with contextlib.suppress(ValueError):
+                if json.loads(line)["step"] <= step:
+                    new.write(line)
+    part.replace(file)
 
 
 def finite(value: Any) -> Any:

@@ -141,11 +141,14 @@ class ConsoleTracker:
             start, served = f"lora.adapter_path={path}", f"--model {base} --adapter {path}"
         else:
             start, served = f"model.path={path}", f"--model {path}"
-        lines = (
-            f"  continue {_this_command(start)}",
-            "           (a new run from what was learned; resuming optimizer and data is not there yet)",
+        lines = []
+        if result.get("state"):
+            more = [] if result["interrupted"] else [f"trainer.total_steps={2 * result['steps']}"]
+            lines.append(f"  continue {_this_command(f'trainer.resume={self.folder.path}', *more)}")
+        lines += [
+            f"  anew     {_this_command(start)}   (a new run from what was learned)",
             f"  chat     {_program('rllm')} serve {served}   and then   {_program('python')} examples/chat_client.py",
-        )
+        ]
         for line in lines:
             self.console.print(line, soft_wrap=True, markup=False)
 
@@ -165,13 +168,13 @@ def _program(name: str) -> str:
     return name if not beside.exists() or (found and Path(found) == beside) else os.path.relpath(beside)
 
 
-def _this_command(extra: str) -> str:
-    """The command that started this process, with one more `key=value`."""
+def _this_command(*extra: str) -> str:
+    """The command that started this process, with more `key=value`."""
     script, *arguments = sys.argv
-    key = extra.partition("=")[0]
-    kept = [argument for argument in arguments if not argument.startswith(f"{key}=")]
+    keys = tuple(one.partition("=")[0] + "=" for one in extra)
+    kept = [argument for argument in arguments if not argument.startswith(keys)]
     is_cli = Path(script).name in ("rllm", "__main__.py")
-    return shlex.join([*([_program("rllm")] if is_cli else [_program("python"), script]), *kept, extra])
+    return shlex.join([*([_program("rllm")] if is_cli else [_program("python"), script]), *kept, *extra])
 
 
 class TensorBoardTracker:

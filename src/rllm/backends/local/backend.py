@@ -30,6 +30,7 @@ from rllm.backends.base import (
     Scored,
     initial_of,
 )
+from rllm.backends.local import cores
 from rllm.backends.local.adapters import SaveContext, create_adapters, save_adapter
 from rllm.backends.local.engine import Engine
 from rllm.backends.local.facts import describe
@@ -94,8 +95,7 @@ class LocalBackend:
         # The sampler's thread lets go of the interpreter lock at every operation; with the usual 5 ms switch interval each gateway
         # request would hold it up for that long.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        # The first optimizer step imports this, which takes seconds: have it ready before then.
-        threading.Thread(target=importlib.import_module, args=("torch._dynamo",), daemon=True).start()
+        self._optimizer_ready = False
 
     @classmethod
     def create(cls, config: Config) -> LocalBackend:
@@ -120,22 +120,30 @@ class LocalBackend:
         adapter: str = DEFAULT_ADAPTER,
         on_token: OnToken | None = None,
     ) -> Completion:
-        return await self.engine.sample(prompt_ids, params, adapter, on_token)
+        completion = await self.engine.sample(prompt_ids, params, adapter, on_token)
+        if not self._optimizer_ready:
+            # The first optimizer step imports this, which takes seconds: have it ready by then, but not before the first answer.
+            self._optimizer_ready = True
+            threading.Thread(target=importlib.import_module, args=("torch._dynamo",), daemon=True).start()
+        return completion
 
     def forward_backward(self, data: Sequence[Datum], loss: Losses) -> dict[str, float]:
-        return self.learner.forward_backward(data, loss)
+        with cores.turn():
+            return self.learner.forward_backward(data, loss)
 
     def logprobs(
         self, data: Sequence[Datum], adapter: str | None = None, trained_only: bool = False
     ) -> list[list[float]]:
-        return self.learner.logprobs(data, adapter, trained_only)
+        with cores.turn():
+            return self.learner.logprobs(data, adapter, trained_only)
 
     def score(self, ids: Sequence[int], adapter: str = DEFAULT_ADAPTER) -> Scored:
         with self._scoring:  # one text at a time, so that many callers do not take the memory of many
             return self.learner.score(ids, adapter)
 
     def optim_step(self, params: AdamParams) -> dict[str, float]:
-        return self.learner.optim_step(params)
+        with cores.turn():
+            return self.learner.optim_step(params)
 
     def discard_gradients(self) -> None:
         self.learner.discard_gradients()
@@ -162,7 +170,7 @@ class LocalBackend:
             rows.append(row)
         gaps = [
             abs(sampled - trained)
-            for row, values in zip(rows, self.learner.logprobs(rows, trained_only=True), strict=True)
+            for row, values in zip(rows, self.logprobs(rows, trained_only=True), strict=True)
             for sampled, trained, m in zip(row.logprobs, values, row.mask, strict=True)
             if m
         ]
@@ -176,12 +184,14 @@ class LocalBackend:
         )
 
     def _sampler_holds_the_adapters(self) -> bool:
-        return all(
-            self.engine.holds(name, adapter.snapshot(self.model.dtype)) for name, adapter in self.adapters.items()
-        )
+        with cores.turn():
+            return all(
+                self.engine.holds(name, adapter.snapshot(self.model.dtype)) for name, adapter in self.adapters.items()
+            )
 
     def describe(self) -> dict[str, Any]:
-        return describe(self.config, self.model, self.learner, self.engine)
+        with cores.turn():
+            return describe(self.config, self.model, self.learner, self.engine)
 
     def export_adapter(self, path: Path, facts: Mapping[str, Any] | None = None) -> dict[str, Path]:
         """A PEFT folder with tokenizer and model card, one in a subfolder for each role, or the full model. Checked before this
@@ -262,7 +272,8 @@ class LocalBackend:
 
     def _publish_to_engine(self) -> None:
         # Full fine-tuning trains the sampled tensors themselves: publishing only counts the version.
-        newest = {name: adapter.snapshot(self.model.dtype) for name, adapter in self.adapters.items()}
+        with cores.turn():
+            newest = {name: adapter.snapshot(self.model.dtype) for name, adapter in self.adapters.items()}
         self.engine.publish({**self._initial, **newest} or {DEFAULT_ADAPTER: None}, self.policy_version)
         self.published_bytes = sum(pairs.nbytes for pairs in newest.values())
 

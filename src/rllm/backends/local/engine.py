@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from rllm.backends.base import BASE, Completion, FinishReason, OnToken, SamplingParams
+from rllm.backends.local import cores
 from rllm.backends.local.handover import outbox_of_running_loop
 from rllm.backends.local.kv_cache import DecodeAttention, KVCache, default_kv_bytes
-from rllm.backends.local.model import Decoder, LowRank, PackedCausal
+from rllm.backends.local.model import Attend, Decoder, LowRank, PackedCausal
 from rllm.backends.local.sampling import BatchParams, sample, uniforms
 from rllm.config.schema import MIN_TEMPERATURE
 from rllm.lora.adapter import LowRankPairs
@@ -30,6 +31,9 @@ from rllm.lora.adapter import LowRankPairs
 # Prompt tokens read at once: on CPU few enough for the activations to stay in its caches, on CUDA enough to fill the device.
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}
 PREFIX_CACHE_BYTES = 256 * 2**20
+# Copies of the weights with an adapter added in, made after a publish for the adapters that are sampled: a step of a small model is then
+# a tenth faster. Above this the low-rank products are made at every token instead, which a large model hardly notices.
+MERGED_BYTES = 256 * 2**20
 # How much text is decoded again to look for stop strings that span tokens.
 STOP_TAIL_TOKENS = 16
 
@@ -125,6 +129,7 @@ class Engine:
         self._prefixes: OrderedDict[_PromptKey, _Prefix] = OrderedDict()
         self._prefix_bytes = 0
         self._settings: BatchParams | None = None
+        self._merged: dict[str, Decoder] = {}
 
     # Called from any thread
 
@@ -183,13 +188,21 @@ class Engine:
             self._forget_prefixes()
             self._fail_orphans()
 
-        done: Future[None] = Future()
-        with self._wake:
-            if self._closed:
-                raise RuntimeError("the engine is closed")
-            self._commands.append((apply, done))
-            self._wake.notify()
-        done.result()
+        self._command(apply)
+
+    def update(self, adapters: Mapping[str, LowRank], drop: Collection[str] = ()) -> None:
+        """Sample with these adapters too from the next token on, in place of any of the same name, and no longer with those to `drop`;
+        all others stay as they are. Returns once that is so. Requests for a dropped one fail; those under way with a replaced one go on
+        with the new weights."""
+
+        def apply() -> None:
+            kept = {name: held for name, held in self.adapters.items() if name not in drop}
+            self.adapters = {**kept, **adapters}
+            self._adopt(self.adapters)
+            self._forget_prefixes({*adapters, *drop})
+            self._fail_orphans()
+
+        self._command(apply)
 
     def holds(self, name: str, pairs: LowRankPairs) -> bool:
         """Whether the adapter of that name is sampled with exactly these matrices."""
@@ -199,6 +212,16 @@ class Engine:
     def kv_bytes_of(self, sequences: int, tokens: int) -> int:
         """Bytes of the keys and values of so many sequences of that length."""
         return self._cache.nbytes_of(sequences, tokens)
+
+    def _command(self, apply: Callable[[], None]) -> None:
+        """Run `apply` in the engine's thread, between two tokens, and wait for it."""
+        done: Future[None] = Future()
+        with self._wake:
+            if self._closed:
+                raise RuntimeError("the engine is closed")
+            self._commands.append((apply, done))
+            self._wake.notify()
+        done.result()
 
     def stats(self) -> dict[str, float]:
         """Counts since the start: tokens generated and prefilled, prefix hits, decode steps; seconds spent prefilling and decoding."""
@@ -216,6 +239,8 @@ class Engine:
     def _loop(self) -> None:
         with torch.inference_mode():
             while True:
+                if not self._running and not self._waiting:
+                    cores.release()
                 with self._wake:
                     self._wake.wait_for(lambda: self._closed or self._commands or self._waiting or self._running)
                     if self._closed:
@@ -244,10 +269,23 @@ class Engine:
 
     def _adopt(self, adapters: Mapping[str, LowRank | None]) -> None:
         """Take the newly published weights in, where more is needed than to look them up."""
+        self._merged = {}
 
-    def _forget_prefixes(self) -> None:
-        self._prefixes.clear()
-        self._prefix_bytes = 0
+    def _hidden(self, adapter: str, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Final hidden states of tokens under an adapter."""
+        model, lora = self.model, self.adapters[adapter]
+        if lora is None or model.device.type != "cpu" or model.dtype != torch.float32 or model.quantized:
+            return model(ids, positions, attend, lora)
+        if adapter not in self._merged:
+            if (len(self._merged) + 1) * model.nbytes > MERGED_BYTES:
+                return model(ids, positions, attend, lora)
+            self._merged[adapter] = model.merged(lora)
+        return self._merged[adapter](ids, positions, attend)
+
+    def _forget_prefixes(self, adapters: Collection[str] | None = None) -> None:
+        """Those read under these adapters; None: all."""
+        for key in [key for key in self._prefixes if adapters is None or key[0] in adapters]:
+            self._prefix_bytes -= self._prefixes.pop(key).nbytes
 
     def _set_running(self, requests: list[Request]) -> None:
         self._running = requests
@@ -345,9 +383,8 @@ class Engine:
         lengths = [len(prompt) for prompt in prompts]
         attend = PackedCausal(lengths, device, keep=True)
         ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
-        lora = self.adapters[adapter]
-        hidden = self.model(ids, attend.positions, attend, lora)
-        logits = self.model.logits(hidden.index_select(0, attend.last), lora)
+        hidden = self._hidden(adapter, ids, attend.positions, attend)
+        logits = self.model.logits(hidden.index_select(0, attend.last), self.adapters[adapter])
         assert attend.kept is not None
         k = torch.stack([keys for keys, _ in attend.kept]).transpose(1, 2).split(lengths, dim=2)
         v = torch.stack([values for _, values in attend.kept]).transpose(1, 2).split(lengths, dim=2)
@@ -365,14 +402,16 @@ class Engine:
         where = torch.tensor(positions, device=device)
         names = {request.adapter for request in running}
         if len(names) == 1:
-            attend, lora = DecodeAttention(self._cache, where, longest), self.adapters[names.pop()]
-            logits = self.model.logits(self.model(ids, where, attend, lora), lora)
+            name = names.pop()
+            hidden = self._hidden(name, ids, where, DecodeAttention(self._cache, where, longest))
+            logits = self.model.logits(hidden, self.adapters[name])
         else:
             logits = torch.empty(len(running), self.model.config.vocab_size, device=device)
             for name in names:
                 rows = torch.tensor([i for i, r in enumerate(running) if r.adapter == name], device=device)
-                attend, lora = DecodeAttention(self._cache, where[rows], longest, rows), self.adapters[name]
-                logits[rows] = self.model.logits(self.model(ids[rows], where[rows], attend, lora), lora)
+                attend = DecodeAttention(self._cache, where[rows], longest, rows)
+                hidden = self._hidden(name, ids[rows], where[rows], attend)
+                logits[rows] = self.model.logits(hidden, self.adapters[name])
         self._stats["decode_steps"] += 1
         self._take_tokens(logits, self._batch_params(), range(len(running)))
 
@@ -412,7 +451,7 @@ class Engine:
                 f"the model gave logits that are not finite at position {request.position} (adapter {request.adapter!r}, "
                 f"policy version {self.version}); the weights have probably diverged: try a lower learning rate"
             )
-        if token in self.eos_ids or token in request.params.stop_token_ids:
+        if token in request.params.stop_token_ids or (token in self.eos_ids and not request.params.ignore_eos):
             return "stop"
         if request.params.stop:
             assert self.decode is not None

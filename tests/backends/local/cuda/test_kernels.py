@@ -132,7 +132,7 @@ def test_the_learner_gives_the_same_gradients_step_after_step_on_both_paths(
     """Products with the low-rank term riding along, passes of fixed shape, sums over micro-batches; adapters change and take turns, and
     the sampler moves the weights in between."""
     monkeypatch.setattr(graphs, "TOKEN_STEP", 16)
-    monkeypatch.setattr(graphs, "LENGTH_STEP", 8)
+    monkeypatch.setattr(graphs, "LEAST_LENGTH", 8)
     learners, found = [], []
     for fused in (False, True):
         model = decoder(layers=2)
@@ -160,6 +160,19 @@ def test_the_learner_gives_the_same_gradients_step_after_step_on_both_paths(
         assert found[0][0] == pytest.approx(found[1][0], rel=1e-4)
         assert max(relative(a, b) for a, b in zip(found[0][1], found[1][1], strict=True)) < 1e-4
     assert any(learners[1]._layers._graphs)
+
+
+def test_two_learners_over_one_model_take_turns_around_its_weights(plain_attention):
+    found = []
+    for fused in (False, True):
+        model = decoder(layers=2)
+        model.fused = fused
+        learners = [Learner(model, {"default": adapter_on(model, 4, seed=seed)}) for seed in (0, 1)]
+        for step in range(2):
+            for learner in learners:
+                learner.forward_backward(rows_of((9, 14), ["default"], step), LossSpec(clip_low=9, clip_high=9))
+        found.append([p.grad.clone() for learner in learners for p in learner.trainable()])
+    assert max(relative(a, b) for a, b in zip(*found, strict=True)) < 1e-4
 
 
 @pytest.mark.parametrize("full", [False, True])

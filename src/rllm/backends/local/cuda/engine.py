@@ -7,7 +7,7 @@ that ends is noticed a step or two later, and what was drawn for it in between i
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,11 +98,11 @@ class CudaEngine(Engine):
         self._step.forget_graphs()
         self._prefill.forget_graphs()
 
-    def _forget_prefixes(self) -> None:
-        for prompt in self._prompts.values():
+    def _forget_prefixes(self, adapters: Collection[str] | None = None) -> None:
+        for key in [key for key in self._prompts if adapters is None or key[0] in adapters]:
+            prompt = self._prompts.pop(key)
             self._pool.release(prompt.pages)
-        self._prompts.clear()
-        self._cached_pages = 0
+            self._cached_pages -= len(prompt.pages)
 
     # Rows
 

@@ -19,7 +19,7 @@ from rllm.backends.local.model import Decoder, DecoderLayer, LowRank, PackedCaus
 from rllm.backends.local.transfer import to_device
 
 TOKEN_STEP = 512
-LENGTH_STEP = 256
+LEAST_LENGTH, LEAST_SEQUENCES = 256, 8
 MOST_GRAPHS = 24
 Shape = tuple[int, int, int, bool]
 """Tokens, sequences, longest sequence, ragged."""
@@ -60,13 +60,14 @@ def shape_of(layout: PackedCausal) -> Shape:
     tokens = len(layout.positions)
     if not layout.ragged:
         return tokens, layout.n, layout.longest, False
-    padded, longest = _up(tokens, TOKEN_STEP), _up(layout.longest, LENGTH_STEP)
+    # Few shapes: capturing one costs as much as some runs. A bound that is too high costs attention next to nothing.
+    padded, longest = -(-tokens // TOKEN_STEP) * TOKEN_STEP, max(LEAST_LENGTH, _power_of_two(layout.longest))
     sequences = layout.n + -(-(padded - tokens) // longest)
-    return padded, 1 << (sequences - 1).bit_length(), longest, True
+    return padded, max(LEAST_SEQUENCES, _power_of_two(sequences)), longest, True
 
 
-def _up(number: int, step: int) -> int:
-    return -(-number // step) * step
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 class LayerGraphs:
@@ -78,6 +79,8 @@ class LayerGraphs:
         self._seen: Counter[Any] = Counter()
         self._memory: Any = None
         self._moves = model.moves
+        # What enters the layers, and what leaves them or its gradient; graphs of all shapes read and write there.
+        self._buffers = torch.empty(2, 0, model.config.hidden_size, device=model.device)
 
     def __call__(
         self, ids: Tensor, layout: PackedCausal, lora: LowRank | None, weights: Sums | None, rows: Tensor
@@ -107,7 +110,10 @@ class LayerGraphs:
                 return None
             if len(self._graphs) >= MOST_GRAPHS:
                 self._graphs.popitem(last=False)
-            self._graphs[key] = CapturedLayers(self.model, key[0], lora, weights, self._memory, key[3])
+            if self._buffers.shape[1] < key[0][0]:
+                self._buffers = self._buffers.new_zeros(2, key[0][0], self._buffers.shape[2])
+            buffers = self._buffers[:, : key[0][0]]
+            self._graphs[key] = CapturedLayers(self.model, buffers, key[0], lora, weights, self._memory, key[3])
             self._memory = self._graphs[key].memory
         self._graphs.move_to_end(key)
         return self._graphs[key]
@@ -118,22 +124,22 @@ class CapturedLayers:
     its forward pass before another one is run."""
 
     def __init__(
-        self, model: Decoder, shape: Shape, lora: LowRank | None, weights: Sums | None, memory: Any, both: bool = True
-    ):
+        self, model: Decoder, buffers: Tensor, shape: Shape, lora: LowRank | None, weights: Sums | None, memory: Any,
+        both: bool = True,
+    ):  # fmt: skip
+        """`buffers` [2, N, hidden], float32: for what enters; for what leaves and then its gradient."""
         # Graphs hold addresses; what lies there must live as long: the adapter and its sums, and the weights' memory.
         self.model, self.lora, self.weights, self.both = model, lora, weights, both
         self._held = [parameter.data for parameter in model.parameters()]
-        device, size = model.device, model.config.hidden_size
-        self.layout = FixedLayout.of(shape, device)
-        self.x = torch.zeros(shape[0], size, device=device)
-        self.grad = torch.zeros(shape[0], size, device=device)
+        self.layout = FixedLayout.of(shape, model.device)
+        self.x, self.last = buffers
         self.layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
         self.tables = model.rotary_tables()
         self._kept: list[list[Any]] = []
-        self.result = self.d_x = self.x
+        self.d_x = self.x
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self.memory = memory
-        if device.type == "cuda":
+        if model.device.type == "cuda":
             self._capture()
 
     @torch.no_grad()
@@ -154,12 +160,12 @@ class CapturedLayers:
         self.layout.load(layout)
 
     def forward(self) -> Tensor:
-        """The residual after the last layer, of what `x` and `layout` hold."""
+        """The residual after the last layer, of what `x` and `layout` hold, in `last`."""
         self._graphs[0].replay() if self._graphs else self._forward()
-        return self.result
+        return self.last
 
     def backward(self) -> Tensor:
-        """The gradient of `x` from what `grad` holds; meaningful where weights are trained."""
+        """The gradient of `x` from what `last` now holds as that of the result; meaningful where weights are trained."""
         self._graphs[1].replay() if self._graphs else self._backward()
         return self.d_x
 
@@ -170,10 +176,10 @@ class CapturedLayers:
             if self.both:
                 self._kept.append(kept)
             del kept
-        self.result = x
+        self.last.copy_(x)
 
     def _backward(self) -> None:
-        grad: Tensor | None = self.grad
+        grad: Tensor | None = self.last
         for layer in reversed(self.layers):
             assert grad is not None
             grad, _ = layer_backward(
@@ -186,7 +192,8 @@ class CapturedLayers:
                 self.weights,
                 layer.index > 0,  # type: ignore[arg-type]
             )
-        self.d_x = self.grad if grad is None else grad
+        if grad is not None and self.weights is not None:
+            self.d_x = grad
 
 
 class _Replay(torch.autograd.Function):
@@ -203,6 +210,6 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         captured: CapturedLayers = ctx.captured
         (rows,) = ctx.saved_tensors
-        captured.grad.zero_().index_copy_(0, rows, grads[0])
+        captured.last.zero_().index_copy_(0, rows, grads[0])
         d_x = captured.backward()[: ctx.n]
         return (d_x.clone() if ctx.needs_input_grad[0] else None, None, None, None, None)

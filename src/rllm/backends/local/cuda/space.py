@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -52,8 +53,15 @@ def padded_bias(linear: FusedLinear) -> Tensor | None:
     return F.pad(linear.bias.data, (0, len(linear.space.sampled) - len(linear.bias)))
 
 
+def room_of(model: Decoder) -> TrainingRoom:
+    """The one room of a model, whoever trains over it."""
+    if not isinstance(model.room, TrainingRoom):
+        model.room = TrainingRoom(model)
+    return model.room
+
+
 class TrainingRoom:
-    """Holds the adapter in training around the base's weights."""
+    """Holds the adapter in training around the base's weights, one at a time. See `room_of`."""
 
     def __init__(self, model: Decoder):
         self.model = model
@@ -62,7 +70,7 @@ class TrainingRoom:
         self._around: Mapping[tuple[int, str], tuple[int, ...]] | None = None
         self._moves = model.moves
         # How each adapter is written; made for the weights where they were after so many moves.
-        self._plans: dict[int, tuple[LowRank, int, Scatter]] = {}
+        self._plans: WeakKeyDictionary[LowRank, tuple[int, Scatter]] = WeakKeyDictionary()
 
     def hold(self, pairs: LowRank) -> None:
         """The matrices of `pairs`, as they are now, become those around the weights."""
@@ -73,10 +81,10 @@ class TrainingRoom:
             self._held.riding = False
         self._held, self._around, self._moves = pairs, pairs.ranks, self.model.moves
         pairs.riding = True
-        plan = self._plans.get(id(pairs))
-        if plan is None or plan[1] != self.model.moves:
-            plan = self._plans[id(pairs)] = (pairs, self.model.moves, self._plan(pairs))
-        plan[2].run(source=pairs.flat)
+        plan = self._plans.get(pairs)
+        if plan is None or plan[0] != self.model.moves:
+            plan = self._plans[pairs] = (self.model.moves, self._plan(pairs))
+        plan[1].run(source=pairs.flat)
 
     def holds(self, pairs: LowRank | None) -> bool:
         return pairs is not None and pairs is self._held and pairs.riding and self._moves == self.model.moves

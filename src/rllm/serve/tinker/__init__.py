@@ -1,0 +1,1 @@
+"""A server that speaks Tinker's API over the local backend."""

@@ -1,0 +1,1 @@
+from tinker_server import backend, client, sdk, served, training  # noqa: F401 - fixtures
