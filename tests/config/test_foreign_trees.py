@@ -154,3 +154,24 @@ def test_the_beta_of_dro_counts_where_one_role_alone_has_that_loss():
     role = load_config(overrides=[key, "algorithm.per_role={judge: {loss: dro}}"]).config.algorithm
     assert role.loss_options == {"beta": 0.3}
     assert load_config(overrides=[key]).config.algorithm.loss_options == {}
+
+
+@pytest.mark.parametrize("form", ["algorithm.per_role={judge: %s}", "algorithm.per_role.judge.adv_estimator=%s"])
+def test_a_role_may_be_given_what_verl_calls_an_estimator_or_a_loss(form):
+    roles = load_config(
+        overrides=[form % "reinforce++", "algorithm.per_role.solver.loss=vanilla"]
+    ).config.algorithm.per_role
+    assert roles["judge"].adv_estimator == "reinforce_plus_plus" and roles["solver"].loss == "ppo_clip"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("algorithm.loss=vanila", "ppo_clip"),
+        ("algorithm.adv_estimator=GRPO", "grpo"),
+        ("algorithm.per_role.a.loss=PPO-clip", "ppo_clip"),
+    ],
+)
+def test_what_is_suggested_is_a_name_that_can_be_given(given, meant):
+    with pytest.raises(ConfigError, match=rf"unknown \(did you mean '{meant}'\?\); available are"):
+        load_config(overrides=[given])

@@ -16,6 +16,7 @@ from rllm.config.foreign import MEMORY as _MEMORY
 from rllm.config.foreign import NO_CRITIC as _NO_CRITIC
 from rllm.config.foreign import PLACEMENT as _PLACEMENT
 from rllm.config.foreign import ROWS as _ROWS
+from rllm.config.names import ESTIMATOR_WORDS, LOSS_WORDS
 from rllm.errors import ConfigError
 
 
@@ -174,14 +175,8 @@ TRANSLATED: dict[str, dict[Any, Any]] = {
     "trainer.total_steps": {-1: None},
     "data.val_size": {-1: None},
     "optim.warmup_steps": {-1: None},
-    "algorithm.adv_estimator": {
-        "reinforce++": "reinforce_plus_plus",
-        "reinforce++-baseline": "reinforce_plus_plus_baseline",
-        "reinforce++_baseline": "reinforce_plus_plus_baseline",
-        "grpo_vectorized": "grpo",
-        "rloo_vectorized": "rloo",
-    },
-    "algorithm.loss": {"vanilla": "ppo_clip", "ppo": "ppo_clip"},
+    "algorithm.adv_estimator": {**ESTIMATOR_WORDS},
+    "algorithm.loss": {**LOSS_WORDS},
     "algorithm.loss_agg_mode": {"sum-norm": "seq-mean-token-sum-norm"},
     "algorithm.kl_estimator": {
         "kl": "k1",

@@ -59,6 +59,16 @@ REFUSED_LOSSES: dict[str, str] = dict.fromkeys(
     ("clip_cov", "kl_cov", "geo_mean", "sapo", "gpg", "dppo_tv", "dppo_kl", "bypass_mode"), "not built"
 )
 
+ESTIMATOR_WORDS = {
+    "reinforce++": "reinforce_plus_plus",
+    "reinforce++-baseline": "reinforce_plus_plus_baseline",
+    "reinforce++_baseline": "reinforce_plus_plus_baseline",
+    "grpo_vectorized": "grpo",
+    "rloo_vectorized": "rloo",
+}
+LOSS_WORDS = {"vanilla": "ppo_clip", "ppo": "ppo_clip"}
+"""What verl and rLLM call some of ours."""
+
 TEMPLATE_RESERVED = frozenset({
     "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
     "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
