@@ -57,6 +57,33 @@ def test_a_chat_that_the_template_refuses_is_named(tokenizer, monkeypatch):
             '{"messages": [{"role": "assistant", "content": "x"}]}',
             r"c\.jsonl:2: messages\[0\]: an assistant message without",
         ),
+        (
+            json.dumps({"messages": chat("a<|im_end|>", "b")}),
+            r"c\.jsonl:2: messages\[0\]: the content has the chat marker '<\|im_end\|>'",
+        ),
+        (
+            json.dumps(
+                {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "weight": 0}]}
+            ),
+            r"c\.jsonl:2: no assistant message, or none of weight 1",
+        ),
+        (
+            json.dumps(
+                {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "weight": 0.5}]}
+            ),
+            r"c\.jsonl:2: messages\[1\]: weight=0\.5; allowed: 0 ",
+        ),
+        (
+            json.dumps(
+                {
+                    "messages": [
+                        {"role": "user", "content": "x"},
+                        {"role": "assistant", "content": None, "tool_calls": [{}]},
+                    ]
+                }
+            ),
+            r"c\.jsonl:2: field 'tool_calls': the chat template writes no tool calls",
+        ),
         ('{"messages": [{"role": 5, "content": "x"}]}', r"c\.jsonl:2: messages\[0\]: found .* must have a role"),
         (
             '{"messages": [{"role": "user", "content": "\\ud800"}]}',
@@ -95,6 +122,25 @@ def test_tools_reach_a_template_that_writes_them(tokenizer, monkeypatch):
     ids, mask = encode_chat(tokenizer, chat("a", "b"), "x", [{"name": "add"}])
     assert tokenizer.decode(ids).startswith("add;")
     assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == "b<|im_end|>"
+
+
+def test_calls_of_tools_are_trained_where_the_template_writes_them(tokenizer, monkeypatch):
+    written = tokenizer.chat_template.replace(
+        "message['content']", "message['content'] ~ (message.tool_calls or [''])[0]"
+    )
+    assert written != tokenizer.chat_template
+    monkeypatch.setattr(tokenizer, "chat_template", written)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": ["add"]}]
+    ids, mask = encode_chat(tokenizer, messages, "x")
+    assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == "add<|im_end|>"
+
+
+def test_an_answer_of_weight_0_is_read_and_not_trained(tokenizer):
+    messages = chat("a", "b", "c", "d")
+    messages[1]["weight"] = 0
+    ids, mask = encode_chat(tokenizer, messages, "x")
+    assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == "d<|im_end|>"
+    assert ids == encode_chat(tokenizer, chat("a", "b", "c", "d"), "x")[0]
 
 
 def test_a_folder_that_cannot_be_made_is_told_before_training(tmp_path):

@@ -80,21 +80,23 @@ def encode_chat(
     tokenizer: Any, messages: Sequence[dict[str, Any]], where: str, tools: Sequence[Any] | None = None
 ) -> Tokens:
     """Token ids of a chat and a mask that is 1 on each assistant answer and the end-of-turn token after it. `tools` go to the template.
+    An answer of weight 0 is only read.
 
     The spans come from rendering prefixes of the chat, never from searching text. A template that rewrites earlier turns
     (dropping their thinking, say) is an error here, as the model would be trained on text it never sees.
     """
 
-    def render(part: Sequence[dict[str, Any]], generation: bool = False) -> str:
+    def render(
+        part: Sequence[dict[str, Any]], generation: bool = False, offered: Sequence[Any] | None = tools or None
+    ) -> str:
         try:
-            return tokenizer.apply_chat_template(
-                part, tools=tools or None, tokenize=False, add_generation_prompt=generation
-            )
+            return tokenizer.apply_chat_template(part, tools=offered, tokenize=False, add_generation_prompt=generation)
         except (TemplateError, TypeError, ValueError) as error:
             raise DataError(
                 f"{where}: the chat template cannot render the first {len(part)} messages: {error}"
             ) from error
 
+    _check_markers(tokenizer, messages, where)
     text = render(messages)
     spans: list[tuple[int, int]] = []
     for i, message in enumerate(messages):
@@ -106,11 +108,13 @@ def encode_chat(
                     f"{where}: the chat template renders the first {i + 1} messages differently once later ones follow; "
                     "split the chat so that each ends with its last assistant message"
                 )
-            spans.append((len(before), len(through)))
-    if tools and text == tokenizer.apply_chat_template(messages, tokenize=False):
+            if message.get("weight") != 0:
+                spans.append((len(before), len(through)))
+    if tools and text == render(messages, offered=None):
         raise DataError(
             f"{where}: field 'tools': the chat template writes no tools; leave them out, or say them in a system message"
         )
+    _check_calls(messages, where, text, render)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids: list[int] = encoded["input_ids"]
     mask = [0] * len(ids)
@@ -127,6 +131,27 @@ def encode_chat(
     return ids, mask
 
 
+def _check_calls(
+    messages: Sequence[dict[str, Any]], where: str, text: str, render: Callable[[Sequence[dict[str, Any]]], str]
+) -> None:
+    """Calls that leave no trace in the `text` of the chat would not be learned."""
+    plain = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
+    if plain != list(messages) and text == render(plain):
+        raise DataError(
+            f"{where}: field 'tool_calls': the chat template writes no tool calls; write them into the content, as the model should"
+        )
+
+
+def _check_markers(tokenizer: Any, messages: Sequence[dict[str, Any]], where: str) -> None:
+    """Contents with the text of a chat marker would be read as the marker."""
+    for i, message in enumerate(messages):
+        found = next((marker for marker in tokenizer.all_special_tokens if marker in message["content"]), None)
+        if found:
+            raise DataError(
+                f"{where}: messages[{i}]: the content has the chat marker {found!r}, which would be read as one; take it out, or break it up"
+            )
+
+
 def _encode_rows(folder: str, rows: Sequence[tuple[str, Any]]) -> list[Tokens]:
     from rllm.backends.local.loading import load_tokenizer
 
@@ -140,7 +165,8 @@ def encode_files(files: Sequence[str], folder: Path, workers: int = 1) -> list[T
     for name in files:
         path = Path(name)
         if not path.is_file():
-            raise DataError(f"data.train_files: {name!r} does not exist")
+            state = "is no file" if path.exists() else "does not exist"
+            raise DataError(f"data.train_files: {name!r} {state}")
         rows += read_jsonl(path)
     if not rows:
         raise DataError(f"data.train_files: no chats in {', '.join(files)}")
@@ -156,6 +182,8 @@ def _messages(row: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: field 'messages': found {messages!r}; it must be a list of {{role, content}}")
     for i, message in enumerate(messages):
+        if isinstance(message, dict) and message.get("tool_calls") and message.get("content", "") is None:
+            messages[i] = message = message | {"content": ""}  # how OpenAI writes a message that only calls
         if (
             not isinstance(message, dict)
             or not isinstance(message.get("content"), str)
@@ -166,8 +194,12 @@ def _messages(row: Any, where: str) -> list[dict[str, Any]]:
             message["content"].encode()
         except UnicodeEncodeError as error:
             raise DataError(f"{where}: messages[{i}]: the content is no valid text: {error}") from error
-    if not any(message["role"] == "assistant" for message in messages):
-        raise DataError(f"{where}: no assistant message, so nothing to train on")
+        if message.get("weight") not in (None, 0, 1):
+            raise DataError(
+                f"{where}: messages[{i}]: weight={message['weight']!r}; allowed: 0 (only read) | 1 (trained)"
+            )
+    if not any(message["role"] == "assistant" and message.get("weight") != 0 for message in messages):
+        raise DataError(f"{where}: no assistant message, or none of weight 1, so nothing to train on")
     if messages[0]["role"] == "assistant":
         raise DataError(
             f"{where}: messages[0]: an assistant message without anything before it; begin with what it answers"
