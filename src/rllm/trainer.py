@@ -27,7 +27,7 @@ from rllm.distill import Distiller
 from rllm.early_stop import EarlyStop, check_early_stop
 from rllm.errors import ConfigError, DataError, ModelError, RunError
 from rllm.interrupts import interrupts_kill, interrupts_wait
-from rllm.rollouts.batch import Rollouts, stable_seed
+from rllm.rollouts.batch import Rollouts, refuse_running_loop, stable_seed
 from rllm.tracking.run_folder import RunFolder
 from rllm.tracking.trackers import make_trackers
 from rllm.types import Task
@@ -72,6 +72,7 @@ class AgentTrainer:
 
     def train(self) -> dict[str, Any]:
         """Run to the end (or to Ctrl-C, which saves first) and return what `result.json` holds."""
+        refuse_running_loop("trainer.train")
         if self.train_dataset is None and not self.config.trainer.val_only:
             raise DataError("no training tasks: give train_dataset=, or data.train_files=<file or built-in name>")
         if self.val_dataset is None and self.config.trainer.val_only:
