@@ -20,7 +20,7 @@ from rllm.config.schema_distill import DistillConfig
 from rllm.errors import ConfigError, DataError
 from rllm.gateway.remote import RemoteGateway
 from rllm.lora.files import match_config_to_adapter
-from rllm.rollouts.batch import Rollouts
+from rllm.rollouts.batch import Rollouts, refuse_running_loop
 from rllm.tracking.episode_file import EpisodeFile
 from rllm.trainer import create_backend, dataset_of
 from rllm.types import Episode
@@ -48,6 +48,7 @@ def evaluate(
     endpoint serves as `model` (None: the first that it lists), reached with `api_key`. `episodes` is a JSONL file to which each episode
     is written as it ends; with `resume` those that are in it are not run again.
     """
+    refuse_running_loop("evaluate")
     if (agent_flow is None) == (workflow_class is None):
         raise ConfigError("evaluate: give exactly one of agent_flow and workflow_class")
     if base_url is not None and adapter is not None:

@@ -13,9 +13,11 @@ from rllm.config.check_distill import check_distill, distill_notes
 from rllm.config.check_training import check_training, training_notes
 from rllm.config.names import (
     AGGREGATIONS,
+    ESTIMATOR_WORDS,
     ESTIMATORS,
     GROUP_RELATIVE,
     LOSS_OPTIONS,
+    LOSS_WORDS,
     LOSSES,
     REFUSED_ESTIMATORS,
     REFUSED_LOSSES,
@@ -201,6 +203,9 @@ def _one_of(
     choices = f"available are {', '.join(allowed)}"
     if value in refused:
         raise refuse(key, f"{key}={value}: {refused[value]}; {choices}")
-    near = difflib.get_close_matches(str(value), [*allowed, *refused], n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    words = {name: name for name in allowed} | {
+        word: name for word, name in (ESTIMATOR_WORDS | LOSS_WORDS).items() if name in allowed
+    }
+    near = difflib.get_close_matches(str(value).lower(), words, n=1)
+    hint = f" (did you mean {words[near[0]]!r}?)" if near else ""
     raise refuse(key, f"{key}={value}: unknown{hint}; {choices}")

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rllm.config.names import TEMPLATE_RESERVED
+from rllm.config.schema import MIN_TEMPERATURE
 from rllm.gateway.errors import RequestError
 from rllm.gateway.messages import plain_text
 
 MAX_N = 128
 MAX_STOPS = 16
-# Below this a division by the temperature overflows; 0 is greedy.
-MIN_TEMPERATURE = 1e-5
 # What a request may name although nothing here depends on it.
 _IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 # Settings that would change the answer and cannot be honoured: name -> the values that mean "off".

@@ -101,11 +101,11 @@ def _keep_until(file: Path, step: int) -> None:
     if not file.exists():
         return
     part = file.with_name(file.name + ".part")
-    with file.open(encoding="utf-8") as old, part.open("w", encoding="utf-8") as new:
+    with file.open("rb") as old, part.open("wb") as new:
         for line in old:
             with contextlib.suppress(ValueError):
                 if json.loads(line)["step"] <= step:
-                    new.write(line)
+                    new.write(line.rstrip(b"\n") + b"\n")
     part.replace(file)
 
 

@@ -25,6 +25,7 @@ from rllm.backends.local.handover import outbox_of_running_loop
 from rllm.backends.local.kv_cache import DecodeAttention, KVCache, default_kv_bytes
 from rllm.backends.local.model import Attend, Decoder, LowRank, PackedCausal
 from rllm.backends.local.sampling import BatchParams, sample, uniforms
+from rllm.config.schema import MIN_TEMPERATURE
 from rllm.lora.adapter import LowRankPairs
 
 # Prompt tokens read at once: on CPU few enough for the activations to stay in its caches, on CUDA enough to fill the device.
@@ -35,8 +36,6 @@ PREFIX_CACHE_BYTES = 256 * 2**20
 MERGED_BYTES = 256 * 2**20
 # How much text is decoded again to look for stop strings that span tokens.
 STOP_TAIL_TOKENS = 16
-# Below this a division of logits by the temperature overflows float32 for ordinary models; 0 means greedy.
-MIN_TEMPERATURE = 1e-5
 
 
 @dataclass(eq=False)
