@@ -103,6 +103,18 @@ def test_n_answers_are_n_recorded_calls_named_by_their_index(gateway: Gateway, h
     assert response["usage"]["completion_tokens"] == 3 * 13
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_answers_of_one_seeded_request_differ_and_are_the_same_again(
+    http: httpx.Client, backend: Any, path: str
+) -> None:
+    body: dict[str, Any] = {"seed": 5} | ({} if "chat" in path else {"prompt": "a"})
+    for more in ({"n": 3}, {"n": 3, "stream": True}, {"n": 1}):
+        assert ask(http, path, **body, **more).status_code == 200
+    seeds = [params.seed for _, params, _ in backend.asked]
+    assert seeds[:3] == seeds[3:6] and len(set(seeds[:3])) == 3
+    assert seeds[0] == seeds[6] == 5
+
+
 def test_token_ids_and_logprobs_are_told_on_request(http: httpx.Client, backend: Any) -> None:
     choice = ask(http, return_token_ids=True, logprobs=True).json()["choices"][0]
     assert choice["prompt_token_ids"] == prompt_of(backend, HELLO)

@@ -87,8 +87,9 @@ class Routes:
         params, form = call_params(body), reply_form(body, False)
         adapter, name = self._adapter(body, session)
         call, ids = _call_ids("cmpl", form.n)
+        named = [(one, adapter, i) for i, one in enumerate(ids)]
         if scoring.generate:
-            calls = [self.model.prepare(prompt, params, session, trajectory, one, adapter) for one in ids]
+            calls = [self.model.prepare(prompt, params, session, trajectory, *one) for one in named]
             outputs = await while_connected(request, [self.model.answer(one) for one in calls])
         else:
             outputs = [self.model.nothing_sampled(prompt, one, adapter) for one in ids]
@@ -143,7 +144,8 @@ class Routes:
         params, form = call_params(body), reply_form(body, chat)
         adapter, name = self._adapter(body, session)
         call, ids = _call_ids("chatcmpl" if chat else "cmpl", form.n)
-        calls = [self.model.prepare(prompt, params, session, trajectory, one, adapter) for one in ids]
+        named = [(one, adapter, i) for i, one in enumerate(ids)]
+        calls = [self.model.prepare(prompt, params, session, trajectory, *one) for one in named]
         reply = Reply(call, name, form, chat, self.model, calls[0].apart)
         if form.stream:
             events = reply.events([self.model.stream(one) for one in calls])

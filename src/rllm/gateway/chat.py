@@ -160,14 +160,16 @@ class ChatModel:
         trajectory: str | None = None,
         call_id: str | None = None,
         adapter: str | None = None,
+        choice: int = 0,
     ) -> Prepared:
-        """Check a call against the limits, and settle how it is sampled. Its place in the session's order is taken here."""
+        """Check a call against the limits, and settle how it is sampled. Its place in the session's order is taken here. `choice`: which
+        of several answers to one request it is."""
         _check_length(prompt, self.max_prompt_length, "data.max_prompt_length and the model's length")
         return Prepared(
             call_id=call_id or f"chatcmpl-{new_id()}",
             prompt=prompt,
             stop=params.stop,
-            sampling=self._sampling(params, prompt, session, trajectory),
+            sampling=self._sampling(params, prompt, session, trajectory, choice),
             adapter=adapter or (session.adapter_of(None) if session else DEFAULT_ADAPTER),
             session=session,
             trajectory=trajectory,
@@ -334,7 +336,7 @@ class ChatModel:
         )
 
     def _sampling(
-        self, params: CallParams, prompt: Prompt, session: Session | None, trajectory: str | None
+        self, params: CallParams, prompt: Prompt, session: Session | None, trajectory: str | None, choice: int
     ) -> SamplingParams:
         """The call's settings, else the session's, else the defaults; checked against what training allows."""
         defaults = session.sampling if session else {}
@@ -358,7 +360,7 @@ class ChatModel:
             top_k=int(top_k),
             seed=seed,
             stop=(*params.stop, hermes.CLOSE) if one_call else params.stop,
-        )
+        ).of_choice(choice if params.seed is not None else 0)
 
 
 class SessionEngine:
