@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from rllm.gateway import responses
 from rllm.gateway.chat import ChatModel, Prompt
 from rllm.gateway.errors import RequestError
-from rllm.gateway.events import event, event_stream, while_connected
+from rllm.gateway.events import CLIENT_GONE, event, event_stream, while_connected
 from rllm.gateway.messages import plain_messages, plain_text, plain_tools
 from rllm.gateway.recorder import Session
 from rllm.gateway.replies import Reply
@@ -31,8 +31,6 @@ from rllm.types import new_id
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
-# What nginx answers for a caller that hung up; nobody reads it.
-CLIENT_GONE = 499
 MAX_BODY_BYTES = 64 * 2**20
 LITTLE_BYTES = 64 * 2**10
 

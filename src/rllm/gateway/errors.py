@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# The code of a call that took longer than it may.
+CALL_TIMEOUT = "call_timeout"
+
 
 class RequestError(Exception):
     """A request that cannot be served."""
