@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,28 @@ def test_episodes_come_back_as_they_were(tmp_path: Path) -> None:
     assert read.task.data_source == "d"
     assert read.trajectories[0].steps == written.trajectories[0].steps
     assert read.trajectories[0].output == {"x": [1, "é\u2028"]}
+
+
+def test_whatever_an_episode_holds_it_is_written(tmp_path: Path) -> None:
+    @dataclass
+    class Answer:
+        text: str
+        lock: Any = field(default_factory=threading.Lock)
+
+    class Mute:
+        def __repr__(self) -> str:
+            raise RuntimeError("not even this")
+
+    circle: list[Any] = []
+    circle.append(circle)
+    held = {"half": "\ud800", ("a", 1): Answer("x"), "mute": Mute(), "circle": circle, "nan": math.nan, 2: {1}}
+    file = EpisodeFile(tmp_path / "e.jsonl", ABOUT)
+    file.append(episode("t:0", artifacts=held, metadata={Mute(): 1}))
+    [read] = EpisodeFile(file.path, ABOUT, resume=True).done.values()
+    assert read.artifacts["half"] == "\ud800" and read.artifacts["('a', 1)"]["text"] == "x"
+    assert "lock" in read.artifacts["('a', 1)"]["lock"]
+    assert (read.artifacts["mute"], read.artifacts["nan"], read.artifacts["2"]) == ("<Mute>", None, [1])
+    assert read.metadata == {"<Mute>": 1}
 
 
 def test_failed_ones_are_to_run_again_and_the_last_line_of_an_id_counts(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rllm.errors import DataError
-from rllm.tracking.run_folder import finite
+from rllm.tracking.run_folder import append_rows, finite
 from rllm.types import Episode, Task
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,7 @@ class EpisodeFile:
         self._append(episode.to_dict() | {TASK: self._tasks.get(episode.task_id)})
 
     def _append(self, row: Any) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False, default=str) + "\n")
+        append_rows(self.path, [row])
 
     def _load(self, about: Mapping[str, Any]) -> None:
         content = self.path.read_bytes()
