@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,6 +104,44 @@ def test_an_existing_file_is_only_gone_on_with_on_request_and_only_for_the_same(
         EpisodeFile(path, ABOUT, resume=True)
     with pytest.raises(DataError, match=r"the folder .* does not exist"):
         EpisodeFile(tmp_path / "no" / "e.jsonl", ABOUT)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_path_that_is_no_file_of_ours_is_a_plain_error(tmp_path: Path, resume: bool) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "folder", tmp_path / "file" / "e.jsonl", Path("/proc/e.jsonl")):
+        with pytest.raises(DataError, match=re.escape(str(path))):
+            EpisodeFile(path, ABOUT, resume=resume)
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"a": 1}', b"notes", b'{"a": 1}\nhalf', b"\xff\nhalf", b'[1]\n{"b', b'{"evaluation": 3}\nx']
+)
+def test_a_file_of_somebody_else_stays_as_it_is(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "notes.json"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="notes.json"):
+        EpisodeFile(path, ABOUT, resume=True)
+    assert path.read_bytes() == content
+
+
+def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "e.jsonl"
+    EpisodeFile(path, ABOUT)
+    path.write_bytes(path.read_bytes() + b'{"id": "\xff"}\n')
+    with pytest.raises(DataError, match=r"e.jsonl:2: not valid UTF-8"):
+        EpisodeFile(path, ABOUT, resume=True)
+    for row in (
+        "[" * 100_000,
+        '{"id": 3}',
+        '{"trajectories": 5}',
+        '{"id": "a:0", "trajectories": [{"steps": [{"logprobs": [1]}]}]}',
+    ):
+        EpisodeFile(path.with_name(f"{len(row)}"), ABOUT)
+        path.write_text(path.with_name(f"{len(row)}").read_text() + row + "\n")
+        with pytest.raises(DataError, match=r"e.jsonl:2: .*remove the line"):
+            EpisodeFile(path, ABOUT, resume=True)
 
 
 def test_a_first_line_cut_short_is_written_again(tmp_path: Path) -> None:

@@ -39,18 +39,27 @@ class EpisodeFile:
         # Taken now: a flow may change its task.
         self._tasks = {task.id: digest_of([task.instruction, task.metadata]) for task in tasks}
         about = json.loads(json.dumps(finite(dict(about)), default=str))
-        if path.exists() and path.stat().st_size:
-            if not resume:
-                raise DataError(f"{path} exists; go on with it by --resume, or name another file with --episodes")
-            self._load(about)
-        else:
-            if not path.resolve().parent.is_dir():
-                raise DataError(f"{path}: the folder {path.parent} does not exist; make it first, or name another file")
-            self._append({HEADER: about})
+        try:
+            self._open(about, resume)
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror or error}; name another file with --episodes") from error
 
     def append(self, episode: Episode) -> None:
         """Write `episode` through to the file."""
         self._append(episode.to_dict() | {TASK: self._tasks.get(episode.task_id)})
+
+    def _open(self, about: Mapping[str, Any], resume: bool) -> None:
+        if self.path.exists() and self.path.stat().st_size:
+            if not resume:
+                raise DataError(f"{self.path} exists; go on with it by --resume, or name another file with --episodes")
+            self._load(about)
+        else:
+            folder = self.path.resolve().parent
+            if not folder.exists():
+                raise DataError(
+                    f"{self.path}: the folder {self.path.parent} does not exist; make it first, or name another file"
+                )
+            self._append({HEADER: about})
 
     def _append(self, row: Any) -> None:
         append_rows(self.path, [row])
@@ -58,16 +67,23 @@ class EpisodeFile:
     def _load(self, about: Mapping[str, Any]) -> None:
         content = self.path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
+        rows = whole.split(b"\n")[:-1]
+        begun = json.dumps({HEADER: {}})[:-2].encode()
+        found = (
+            self._parse(rows[0], 1).get(HEADER) if rows else about if begun.startswith(content[: len(begun)]) else None
+        )
+        if not isinstance(found, dict):
+            raise DataError(f"{self.path}:1: this is no file of an evaluation; name another with --episodes")
+        self._take(rows, found, about)
+        # Only now is it sure that the file is one of ours.
         if len(whole) < len(content):
             with self.path.open("r+b") as file:
                 file.truncate(len(whole))
-        rows = whole.decode("utf-8").split("\n")[:-1]
         if not rows:
             self._append({HEADER: about})
-            return
-        found = self._parse(rows[0], 1).get(HEADER)
-        if not isinstance(found, dict):
-            raise DataError(f"{self.path}:1: this is no file of an evaluation; name another with --episodes")
+
+    def _take(self, rows: list[bytes], found: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+        """The episodes of `rows`, of which the first says that they are of the evaluation `found`."""
         for name in dict.fromkeys((*about, *found)):
             if name != CODE and about.get(name) != found.get(name):
                 raise DataError(
@@ -78,6 +94,8 @@ class EpisodeFile:
             values = self._parse(row, number)
             try:
                 episode = Episode.from_dict(values)
+                if not episode.id or not isinstance(episode.id, str):
+                    raise ValueError(f"its id is {episode.id!r}")
             except (TypeError, ValueError, AttributeError) as error:
                 raise DataError(f"{self.path}:{number}: no episode ({error}); remove the line") from error
             self.done.pop(episode.id, None)
@@ -99,10 +117,12 @@ class EpisodeFile:
                 "with the same dataset, or name another file with --episodes"
             )
 
-    def _parse(self, row: str, number: int) -> dict[str, Any]:
+    def _parse(self, row: bytes, number: int) -> dict[str, Any]:
         try:
-            value = json.loads(row)
-        except ValueError as error:
+            value = json.loads(row.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.path}:{number}: not valid UTF-8: {error}; remove the line") from error
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{self.path}:{number}: not valid JSON: {error}; remove the line") from error
         if not isinstance(value, dict):
             raise DataError(f"{self.path}:{number}: found {type(value).__name__}, not an object; remove the line")
