@@ -121,7 +121,7 @@ def test_a_path_that_is_no_file_of_ours_is_a_plain_error(tmp_path: Path, resume:
 def test_a_file_of_somebody_else_stays_as_it_is(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "notes.json"
     path.write_bytes(content)
-    with pytest.raises(DataError, match="notes.json"):
+    with pytest.raises(DataError, match=r"notes\.json"):
         EpisodeFile(path, ABOUT, resume=True)
     assert path.read_bytes() == content
 
