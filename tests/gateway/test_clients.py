@@ -139,7 +139,7 @@ def test_a_response_that_was_cut_is_incomplete(weather: Gateway) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": None}]}, "input"),
         ({"instructions": 5}, "input"),
-        ({"max_output_tokens": 0}, "max_tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"messages": []}, "messages"),
         ({"stream": "yes"}, "stream"),
     ],

@@ -108,7 +108,7 @@ class Routes:
             tools, settings = responses.tool_use(body), template_settings(body.get("chat_template_kwargs"))
             return self.model.chat_prompt(responses.as_messages(body), session, trajectory, tools, settings)
 
-        params = call_params({("max_tokens" if k == "max_output_tokens" else k): v for k, v in body.items()})
+        params = call_params(body, "max_output_tokens")
         adapter, name = self._adapter(body, session)
         call = self.model.prepare(await _apart(size, make), params, session, trajectory, f"resp_{new_id()}", adapter)
         reply = responses.ResponseReply.to(body, call.call_id, name, call.apart)
