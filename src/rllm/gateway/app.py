@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from rllm.gateway import responses
 from rllm.gateway.chat import ChatModel, Prompt
-from rllm.gateway.errors import RequestError
+from rllm.gateway.errors import RequestError, error_body
 from rllm.gateway.events import CLIENT_GONE, event, event_stream, while_connected
 from rllm.gateway.messages import plain_messages, plain_text, plain_tools
 from rllm.gateway.recorder import Session
@@ -229,14 +229,14 @@ def _error(
 ) -> Response:
     # A call that ran out of time is not tried again by the client: OpenAI's would do so for any 5xx.
     headers = {"x-should-retry": "false"} if status == 504 else None
-    return _json({"error": {"message": message, "type": kind, "param": param, "code": code}}, status, headers)
+    return _json(error_body(message, kind, param, code), status, headers)
 
 
 def _error_event(error: Exception) -> str:
     """How a stream tells that it will not come to its end."""
     _log(error)
     message = f"{type(error).__name__}: {error}"
-    return event({"error": {"message": message, "type": "server_error", "param": None, "code": None}}, "error")
+    return event(error_body(message, "server_error"), "error")
 
 
 def _log(error: Exception) -> None:

@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from rllm.gateway.endpoint import ATTEMPTS, TRANSIENT, key_header, served_model, wait_of
-from rllm.gateway.errors import CALL_TIMEOUT
+from rllm.gateway.errors import CALL_TIMEOUT, error_body
 from rllm.gateway.events import CLIENT_GONE
 from rllm.gateway.recorder import Session
 from rllm.gateway.remote_record import Record
@@ -243,5 +243,5 @@ async def _streamed(answer: httpx.Response, record: Record | None) -> AsyncItera
 
 
 def _error(status: int, message: str, code: str | None = None) -> JSONResponse:
-    body = {"error": {"message": message, "type": "server_error", "param": None, "code": code}}
+    body = error_body(message, "server_error", None, code)
     return JSONResponse(body, status_code=status, headers={"x-should-retry": "false"})

@@ -93,7 +93,7 @@ def check_names(body: Mapping[str, Any], chat: bool) -> None:
                 why = _WHY.get(name, "leave it out")
                 raise RequestError(f"{name} is not supported here: {why}", name, "unsupported_parameter")
         elif name not in known and name not in _IGNORED:
-            raise RequestError(f"unknown parameter {name!r}", name[:200], "unknown_parameter")
+            raise RequestError(f"unknown parameter {name!r}", name, "unknown_parameter")
 
 
 def template_settings(given: Any) -> dict[str, Any]:

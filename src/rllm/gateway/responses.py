@@ -54,7 +54,7 @@ def check_names(body: Mapping[str, Any]) -> None:
                 why = _WHY.get(name, "leave it out")
                 raise RequestError(f"{name} is not supported here: {why}", name, "unsupported_parameter")
         elif name not in _USED and name not in _IGNORED:
-            raise RequestError(f"unknown parameter {name!r}", name[:200], "unknown_parameter")
+            raise RequestError(f"unknown parameter {name!r}", name, "unknown_parameter")
 
 
 def as_messages(body: Mapping[str, Any]) -> list[Message]:
