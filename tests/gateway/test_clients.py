@@ -138,7 +138,7 @@ def test_a_response_that_was_cut_is_incomplete(weather: Gateway) -> None:
         ({"input": [{"type": "reasoning", "content": 5}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": None}]}, "input"),
-        ({"instructions": 5}, "input"),
+        ({"instructions": 5}, "instructions"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"messages": []}, "messages"),
         ({"stream": "yes"}, "stream"),
