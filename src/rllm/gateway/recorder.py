@@ -37,6 +37,8 @@ class Call:
     """`messages` with each answer as it was sampled."""
     prompt_text: str = field(default="", repr=False)
     """What the template wrote for `as_sampled`."""
+    frame: bytes = field(default=b"", repr=False)
+    """A digest of what the template was given beside the messages: tools and settings."""
 
     @property
     def answer(self) -> Message:
