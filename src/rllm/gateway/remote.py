@@ -34,6 +34,7 @@ class RemoteGateway(AppThread):
     """Serves sessions like `Gateway` does, from the endpoint at `base_url` (up to and with ``/v1``). The flow never sees the API key."""
 
     roles: tuple[str, ...] = ()
+    token_limits = None
 
     def __init__(
         self,

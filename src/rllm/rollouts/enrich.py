@@ -110,7 +110,8 @@ def _take(trajectory: Trajectory, calls: Sequence[Call], claimed: set[str]) -> N
 
 
 def _fill(step: Step, call: Call) -> None:
-    if not step.response_ids:
+    brought = (step.prompt_ids, step.response_ids)
+    if not step.response_ids or brought == (call.output.prompt_ids, call.output.completion_ids):
         step.fill(call.output)
     if not step.chat_completions:
         step.chat_completions = [*call.messages, call.answer]
