@@ -1,6 +1,6 @@
 """The child process in which an evaluator runs: ``python -c "from rllm.rollouts.reward_worker import main; main()"``.
 
-Reads requests from standard input and writes answers to standard output, each a length and a pickle. It leads a session of its own, so
+Reads requests from standard input and writes answers to standard output, each a length and a pickle. It leads a process group of its own, so
 that Ctrl-C does not reach it and its parent can end it with all that it started. Knows flows, nothing of models.
 """
 
