@@ -181,3 +181,20 @@ def test_a_workflow_is_told_what_the_endpoint_said_that_is_no_answer(remote: Rem
         Foreign.answer = answer
         with pytest.raises(RuntimeError, match="the endpoint's answer is no chat completion"):
             asyncio.run(engine.get_model_response(HELLO["messages"]))  # pyright: ignore[reportArgumentType]
+
+
+def test_an_endpoint_that_gives_all_answers_one_id_loses_none(
+    remote: RemoteGateway, http: httpx.Client, session: Session
+) -> None:
+    texts = [f"answer {i}" for i in range(3)]
+    engine = remote.engine(session)
+    for text in texts:
+        Foreign.answer = {"id": "c1", "choices": [{"message": {"content": text}}]}
+        http.post("/chat/completions", json=HELLO)
+        messages: Any = HELLO["messages"]
+        assert asyncio.run(engine.get_model_response(messages)).content == text
+    assert [call.output.content for call in session.recorded().values()] == [text for text in texts for _ in range(2)]
+    Foreign.answer = {"id": "c1", "choices": [{"message": {"content": text}} for text in texts]}
+    for _ in range(2):
+        http.post("/chat/completions", json=HELLO | {"n": 3})
+    assert len(session.recorded()) == 12

@@ -91,6 +91,7 @@ FLOWS: list[tuple[Callable[[str], Any], str]] = [
     (lambda call: Trajectory(steps=[Step(**OWN, adapter="mine")]), "adapter is 'mine'"),
     (lambda call: Trajectory(steps=[Step(id=call, **OWN)]), "are not those that were sampled"),
     (lambda call: raises(Odd("x")), "raised Odd, which is no Exception"),
+    (lambda call: raises(GeneratorExit()), "ended from inside (GeneratorExit)"),
     (lambda call: raises(BaseExceptionGroup("g", [SystemExit(1)])), "raised BaseExceptionGroup"),
 ]  # fmt: skip
 

@@ -103,3 +103,17 @@ def test_a_flow_that_returns_nothing_and_called_no_model_is_an_error(is_validati
 
 def test_in_validation_a_flow_may_answer_without_the_model() -> None:
     enrich(Episode(trajectories=[Trajectory(output="42")]), session_with(is_validation=True))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_trajectory_that_is_kept_from_an_earlier_episode_is_refused(named: bool) -> None:
+    kept = Trajectory(name="kept")
+    for call in ("a", "b"):
+        session = session_with((call, None))
+        session.uid = f"session of {call}"
+        if named:
+            kept.steps.append(Step(id=call))
+        if call == "a":
+            enrich(Episode(trajectories=[kept]), session)
+    with pytest.raises(AttributionError, match="'kept' is of an earlier episode: make a new Trajectory"):
+        enrich(Episode(trajectories=[kept]), session)

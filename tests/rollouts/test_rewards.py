@@ -68,6 +68,9 @@ def judge(task, episode):
             libc.setsid()
             libc.sleep(20)
             os._exit(0)
+    if what == "threads":
+        import threading
+        threading.Thread(target=time.sleep, args=(600,), daemon=False).start()
     if what.endswith("and loop"):
         while True:
             pass
@@ -230,27 +233,33 @@ def test_closing_leaves_no_process_behind_not_even_a_busy_one(judge: Any) -> Non
 
 
 @linux
-def test_a_worker_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", [None, "threads", "fork"])
+def test_a_worker_ends_with_all_that_it_started_when_its_parent_is_killed(tmp_path: Path, what: str | None) -> None:
     flow = tmp_path / "orphan.py"
     flow.write_text(JUDGE)
     parent = textwrap.dedent(f"""
-        import sys, time
+        import asyncio, sys, time
         from rllm.cli.target import load_target
         from rllm.rollouts.rewards import RewardPool, reference_to
+        from rllm.types import Episode, Task
         pool = RewardPool(reference_to(load_target({str(flow)!r}).evaluator), 1)
         pool.warm()
         [worker] = pool._all
+        if {what!r}:
+            asyncio.run(pool.evaluate(Task(id="t", metadata={{"do": {what!r}}}), Episode(id="t:0"), 20))
         print(worker._process.pid, flush=True)
         time.sleep(60)
     """)
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     pid = int(process.stdout.readline())
+    started = [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+    assert len(started) == 1 + (what == "fork")
     process.kill()
     process.wait()
     deadline = time.monotonic() + 20
-    while Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
-        assert time.monotonic() < deadline, "the worker lives on"
+    while any(Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text() for pid in started):
+        assert time.monotonic() < deadline, "the worker or its child lives on"
         time.sleep(0.1)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
@@ -225,6 +226,50 @@ def test_what_cannot_be_a_tool_is_refused_by_name() -> None:
         rllm.tool(add.fn, name="a b")
     with pytest.raises(UserError, match="two tools are called 'add'"):
         Toolset([add, add])
+
+
+def test_parameters_may_have_any_name(recwarn: Any) -> None:
+    @rllm.tool
+    def odd(schema: str, json: int, copy: int = 1, model_config: int = 2, _x: int = 3, model_name: str = "") -> Any:
+        return [schema, json, copy, model_config, _x, model_name]
+
+    assert list(odd.parameters["properties"]) == ["schema", "json", "copy", "model_config", "_x", "model_name"]
+    assert odd.parameters["required"] == ["schema", "json"]
+    arguments = {"schema": "a", "json": 5, "model_config": 7, "_x": 8}
+    assert asyncio.run(odd.call(json.dumps(arguments))) == '["a", 5, 1, 7, 8, ""]'
+    assert "json: Field required" in asyncio.run(odd.call('{"schema": "a"}'))
+    assert "argument_0" in asyncio.run(odd.call('{"argument_0": "a"}')) and not recwarn.list
+
+
+class Thing:
+    def method(self, x: int) -> int:
+        return x
+
+
+def yields() -> Any:
+    yield 1
+
+
+async def yields_later() -> Any:
+    yield 1
+
+
+def takes_function(f: Callable[[], int]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("fn", "says"),
+    [
+        (Thing.method, "'method': its first parameter is 'self'"),
+        (yields, "'yields': it yields"),
+        (yields_later, "'yields_later': it yields"),
+        (takes_function, "'takes_function': no JSON schema for its parameters"),
+    ],
+)
+def test_functions_that_no_model_could_call_are_refused(fn: Any, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        rllm.tool(fn)
+    assert asyncio.run(rllm.tool(Thing().method).call('{"x": 3}')) == "3"
 
 
 def test_calls_written_as_text_are_found_in_order() -> None:

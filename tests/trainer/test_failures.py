@@ -130,7 +130,7 @@ def test_one_rollout_of_four_that_sleeps_an_hour_ends_at_its_limit_and_three_are
     [
         ("raises", "ValueError: broke in the middle"),
         ("exits", "RuntimeError: the flow or evaluator ended with SystemExit: 1"),
-        ("cancels itself", "the flow was cancelled from inside"),
+        ("cancels itself", "was ended from inside (CancelledError)"),
         ("client hangs up", "httpx.ReadTimeout"),
         ("prompt is too long", "tokens; at most 200 are allowed (data.max_prompt_length"),
         ("tool is killed", "ValueError: error: ended by SIGABRT"),

@@ -148,6 +148,8 @@ def evaluate(
     extra = [*own_model, *([f"rollout.n_val={n}"] if n else [])]
     if out is not None and not out.resolve().parent.is_dir():
         raise ConfigError(f"--out {out}: the folder {out.parent} does not exist; make it first, or name another")
+    if out is not None and out.is_dir():
+        raise ConfigError(f"--out {out}: it is a folder; name a file in it")
     arguments = [*(overrides or ()), *extra]
     _check_first(target, config or (), arguments, training=False)
     found = load_target(target)
@@ -181,9 +183,12 @@ def evaluate(
             )
         raise
     text = json.dumps(result, indent=2)
-    if out is not None:
-        out.write_text(text + "\n")
     typer.echo(text)
+    if out is not None:
+        try:
+            out.write_text(text + "\n")
+        except OSError as error:
+            raise ConfigError(f"--out {out}: {error.strerror or error}; the result is printed above") from error
 
 
 @app.command(context_settings=PASSED_ON)

@@ -97,6 +97,11 @@ class Session:
                 self._history.add(output.id, call.trajectory, call.messages, call.answer)
             self._history.add_tokens(output.id, call.trajectory, [*output.prompt_ids, *output.completion_ids])
 
+    def has(self, call_id: str) -> bool:
+        """Whether a call was recorded under this id."""
+        with self._lock:
+            return call_id in self._calls
+
     def recorded(self) -> dict[str, Call]:
         """The calls that ended so far, by id, in the order in which they began."""
         with self._lock:

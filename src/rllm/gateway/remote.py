@@ -24,8 +24,10 @@ from rllm.gateway.recorder import Session
 from rllm.gateway.remote_record import Record
 from rllm.gateway.thread import AppThread
 from rllm.tools.json_text import strict_json
-from rllm.types import AgentConfig, Message, ModelOutput, TerminationEvent, TerminationReason
+from rllm.types import AgentConfig, Message, ModelOutput, TerminationEvent, TerminationReason, new_id
 
+# Under which name a call is recorded, for a caller that does not rely on the endpoint's ids.
+NAME_HEADER = "x-rllm-call"
 # Of an answer that is none, an error message quotes this much.
 SHOWN_CHARACTERS = 300
 
@@ -117,7 +119,7 @@ class RemoteGateway(AppThread):
         record = None
         if isinstance(body, dict):
             trajectory = request.path_params.get("trajectory") or request.headers.get("x-rllm-trajectory")
-            record = Record(session, trajectory, body)
+            record = Record(session, trajectory, body, request.headers.get(NAME_HEADER))
             self._complete(body, session)
             raw = json.dumps(body).encode()  # ASCII: whatever a client sent can be sent on
         asked = _Asked(request.method, self._url_of(request), raw)
@@ -201,9 +203,9 @@ class RemoteEngine:
         trajectory = sampling.pop("trajectory", None)
         sampling.pop("role", None)
         url = self._config.url_for(trajectory) if trajectory else self._config.base_url
-        body = json.dumps({"messages": messages} | sampling).encode()
+        body, name = json.dumps({"messages": messages} | sampling).encode(), f"chatcmpl-{new_id()}"
         async with httpx.AsyncClient(timeout=None) as client:
-            answer = await client.post(f"{url}/chat/completions", content=body)
+            answer = await client.post(f"{url}/chat/completions", content=body, headers={NAME_HEADER: name})
         try:
             data = answer.json()
         except ValueError:
@@ -215,7 +217,7 @@ class RemoteEngine:
                 raise TerminationEvent(TerminationReason.MAX_PROMPT_LENGTH_EXCEEDED)
             said = told.get("message") or answer.text[:SHOWN_CHARACTERS]
             raise RuntimeError(f"the endpoint answered with status {answer.status_code}: {said}")
-        call = self.session.recorded().get(str(data.get("id"))) if isinstance(data, dict) else None
+        call = self.session.recorded().get(name)
         if call is None:
             raise RuntimeError(f"the endpoint's answer is no chat completion: {answer.text[:SHOWN_CHARACTERS]}")
         return call.output

@@ -20,11 +20,12 @@ from rllm.types import Message, ModelOutput, new_id
 
 @dataclass
 class Record:
-    """One call on its way: what was asked, and what came back so far."""
+    """One call on its way: what was asked, and what came back so far. `name`: under which it is recorded, None: the endpoint's id."""
 
     session: Session
     trajectory: str | None
     body: dict[str, Any]
+    name: str | None = None
     order: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -39,7 +40,7 @@ class Record:
         choices = _objects(data.get("choices"))
         for i, choice in enumerate(choices):
             message = _object(choice.get("message"))
-            call = str(data.get("id") or new_id())
+            call = self.name or str(data.get("id") or new_id())
             self._record(
                 call if len(choices) == 1 else f"{call}-{i}",
                 _text(message.get("content")) or _text(choice.get("text")),
@@ -51,7 +52,7 @@ class Record:
     def take_events(self, content: bytes) -> None:
         """Record a streamed answer from its events, as far as it came."""
         told: dict[int, _Told] = {}
-        call = ""
+        call = self.name or ""
         for line in content.split(b"\n"):
             event = _object(_json(line.removeprefix(b"data:")) if line.startswith(b"data:") else None)
             if event.get("type") in ("response.completed", "response.incomplete"):
@@ -78,9 +79,11 @@ class Record:
                 texts += said
         cut = data.get("status") == "incomplete"
         reason = "length" if cut else "tool_calls" if calls else "stop"
-        self._record(str(data.get("id") or new_id()), "".join(texts), reason, "".join(thoughts), calls)
+        self._record(self.name or str(data.get("id") or new_id()), "".join(texts), reason, "".join(thoughts), calls)
 
     def _record(self, call: str, text: str, reason: str, reasoning: str, tool_calls: list[Any]) -> None:
+        while self.session.has(call):  # some endpoints give every answer the same id
+            call = f"{call}-{self.order}"
         temperature = self.body.get("temperature")
         output = ModelOutput(
             id=call,

@@ -67,7 +67,8 @@ class Renderer:
         has_calls = any(message["role"] == "tool" or message.get("tool_calls") for message in guarded)
         if (given or has_calls) and not self.speaks_hermes():
             guarded, given = hermes.write_out(guarded, given), []
-        return self._apply(guarded, given, settings or {})
+        written = {k: self.guard(v) if isinstance(v, str) else v for k, v in (settings or {}).items()}
+        return self._apply(guarded, given, written)
 
     def encode(self, text: str) -> list[int]:
         """Tokens of what `text` gave."""

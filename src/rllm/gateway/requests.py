@@ -41,6 +41,8 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
 }
 _SAMPLING = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop")
+# The second is about bytes that hide how long pieces are; it never has an effect here.
+_STREAM_OPTIONS = {"include_usage": None, "include_obfuscation": None}.keys()
 _BOTH = {*_SAMPLING, "model", "n", "stream", "stream_options", "logprobs", "return_token_ids"}
 _CHAT = {
     *_BOTH,
@@ -125,7 +127,7 @@ def plain_prompt(prompt: Any, vocab_size: int) -> str | list[int]:
 
 def call_params(given: Mapping[str, Any], length: str = "max_tokens") -> CallParams:
     """The sampling settings among `given`, each in its range. `length`: what the most sampled tokens are called there."""
-    stop = given.get("stop") or ()
+    stop = () if given.get("stop") is None else given["stop"]
     stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, (list, tuple)) else (None,)
     if not all(isinstance(text, str) and text for text in stops) or len(stops) > MAX_STOPS:
         raise RequestError(f"stop must be a text or a list of at most {MAX_STOPS} texts, none empty", "stop")
@@ -162,22 +164,22 @@ def reply_form(body: Mapping[str, Any], chat: bool) -> ReplyForm:
         allowed = "true or false" if chat else "0: alternatives to the sampled token are not kept"
         raise RequestError(f"logprobs must be {allowed}", "logprobs", "unsupported_parameter")
     options = body.get("stream_options")
-    if options is not None and not isinstance(options, Mapping):
-        raise RequestError("stream_options must be an object", "stream_options")
+    if not (options is None or (isinstance(options, Mapping) and options.keys() <= _STREAM_OPTIONS)):
+        raise RequestError(f"stream_options must be an object of {' and '.join(_STREAM_OPTIONS)}", "stream_options")
     return ReplyForm(
         n=_number(body, "n", int, 1, MAX_N) or 1,
         stream=flag(body, "stream"),
-        stream_usage=bool((options or {}).get("include_usage")),
+        stream_usage=flag(options or {}, "include_usage", "stream_options"),
         logprobs=logprobs is True or (logprobs is not None and logprobs is not False),
         token_ids=flag(body, "return_token_ids"),
     )
 
 
-def flag(body: Mapping[str, Any], name: str) -> bool:
-    """A setting that is true or false; false where it is not given."""
+def flag(body: Mapping[str, Any], name: str, param: str | None = None) -> bool:
+    """A setting that is true or false; false where it is not given. `param`: what it is part of."""
     value = body.get(name)
     if not (value is None or isinstance(value, bool)):
-        raise RequestError(f"{name} must be true or false, found {reprlib.repr(value)}", name)
+        raise RequestError(f"{name} must be true or false, found {reprlib.repr(value)}", param or name)
     return bool(value)
 
 

@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from rllm.gateway.recorder import Call, Session
 from rllm.types import Episode, Step, Trajectory
 
+# Under this name a step with the tokens of a call says of which session. No field: it is nobody else's concern.
+_SESSION = "_session"
+
 
 class AttributionError(Exception):
     """Steps and recorded calls do not fit together without guessing."""
@@ -29,6 +32,7 @@ def enrich(episode: Episode, session: Session) -> None:
     empty = [trajectory for trajectory in episode.trajectories if not trajectory.steps]
     for trajectory in episode.trajectories:
         for step in trajectory.steps:
+            _check_new(step, trajectory, session)
             _fill_step(step, trajectory, calls, claimed, session.is_validation)
     untagged: list[Trajectory] = []
     for trajectory in empty:
@@ -48,6 +52,9 @@ def enrich(episode: Episode, session: Session) -> None:
         _take(trajectory, left, claimed)
     for trajectory in episode.trajectories:
         _check_adapters(trajectory, session)
+        for step in trajectory.steps:
+            if step.id in claimed:
+                vars(step)[_SESSION] = session.uid
     if len(claimed) < len(calls):
         episode.metadata["unclaimed_calls"] = len(calls) - len(claimed)
 
@@ -60,6 +67,14 @@ def _check_used_the_model(episode: Episode, calls: Mapping[str, Call], is_valida
         raise AttributionError(
             "the flow ended without one recorded model call: call the model through config.base_url (a workflow: through "
             "self.rollout_engine)"
+        )
+
+
+def _check_new(step: Step, trajectory: Trajectory, session: Session) -> None:
+    """A flow that keeps a trajectory from one episode to the next would train its steps over and over."""
+    if vars(step).get(_SESSION, session.uid) != session.uid:
+        raise AttributionError(
+            f"a step of trajectory {trajectory.name!r} is of an earlier episode: make a new Trajectory each time the flow runs"
         )
 
 

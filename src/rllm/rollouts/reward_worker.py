@@ -1,6 +1,6 @@
 """The child process in which an evaluator runs: ``python -c "from rllm.rollouts.reward_worker import main; main()"``.
 
-Reads requests from standard input and writes answers to standard output, each a length and a pickle. It leads a session of its own, so
+Reads requests from standard input and writes answers to standard output, each a length and a pickle. It leads a process group of its own, so
 that Ctrl-C does not reach it and its parent can end it with all that it started. Knows flows, nothing of models.
 """
 
@@ -12,13 +12,14 @@ import importlib
 import importlib.util
 import os
 import pickle
+import signal
 import struct
 import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from rllm.flow import Evaluator
 
@@ -102,13 +103,20 @@ def main() -> None:
     while True:
         try:
             limit_s, body = read(requests)
-        except EOFError:
-            return
+        except (EOFError, OSError):
+            _end()
         # A thread in C, which needs no interpreter lock: it ends this process whatever the evaluator is in.
         faulthandler.dump_traceback_later(limit_s, exit=True, file=answers)
         answer = _answer(evaluator, body)
         faulthandler.cancel_dump_traceback_later()
         write(answers, answer)
+
+
+def _end() -> NoReturn:
+    """The parent has gone: no thread and no process that the evaluator left may go on. One that it forked ends itself alone."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
 
 
 def _answer(evaluator: Evaluator, body: bytes) -> tuple[str, Any]:

@@ -50,9 +50,7 @@ class _Worker:
         # A socket, unlike a pipe, can be shut while another process holds its other end too: whatever the evaluator forked.
         self._socket, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                command, stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True
-            )
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno(), process_group=0)
         self._to, self._from = self._socket.makefile("wb"), self._socket.makefile("rb")
         self._ready = self._ended = False
         self._ending = threading.Lock()

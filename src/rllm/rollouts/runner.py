@@ -247,10 +247,9 @@ async def _within(limit_s: float, name: str, work: Coroutine[Any, Any, T], said_
             await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
     try:
         return task.result()
-    except (
-        asyncio.CancelledError
-    ) as error:  # not by us: a flow that cancels itself is an error of its own, not the end of the run
-        raise RuntimeError("the flow was cancelled from inside (asyncio.CancelledError)") from error
+    except (asyncio.CancelledError, GeneratorExit) as error:
+        # Not by us: a flow that cancels itself is an error of its own, not the end of the run.
+        raise RuntimeError(f"the flow or evaluator was ended from inside ({type(error).__name__})") from error
 
 
 async def _no_exit(work: Coroutine[Any, Any, T]) -> T:

@@ -190,9 +190,8 @@ def run(code: str) -> int:
             if trace.tb_frame.f_code.co_filename == "<code>":
                 line = trace.tb_lineno
             trace = trace.tb_next
-        print(
-            f"{type(error).__name__}: {error} (line {line})" if str(error) else f"{type(error).__name__} (line {line})"
-        )
+        where = f" (line {line})" if line else ""  # what the compiler refuses says where it is
+        print(f"{type(error).__name__}: {error}{where}" if str(error) else f"{type(error).__name__}{where}")
         return 1
     return 0
 

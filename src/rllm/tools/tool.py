@@ -108,7 +108,8 @@ class Tool:
             wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors())
             raise ValueError(f"wrong arguments for {self.name}: {wrong}") from error
         # Defaults that the model left out stay the function's own.
-        return {name: getattr(checked, name) for name in values}
+        known = {field.alias: name for name, field in self._model.model_fields.items()}
+        return {name: getattr(checked, known[name]) for name in values}
 
 
 def tool(
@@ -165,21 +166,32 @@ def as_text(text: str, most: int) -> str:
 
 
 def _arguments_model(fn: Callable[..., Any], name: str, notes: dict[str, str]) -> type[BaseModel]:
+    """A model with a field for each parameter: under a name of its own, since pydantic keeps some, such as ``schema``, for itself."""
+    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        raise UserError(f"tool {name!r}: it yields; return a list or a text, since a call has one result")
     fields: dict[str, Any] = {}
     try:
-        parameters = inspect.signature(fn, eval_str=True).parameters.values()
+        parameters = list(inspect.signature(fn, eval_str=True).parameters.values())
     except (NameError, TypeError, ValueError) as error:
         raise UserError(f"tool {name!r}: its signature cannot be read ({error})") from error
-    for parameter in parameters:
+    if parameters and parameters[0].name in ("self", "cls"):
+        raise UserError(
+            f"tool {name!r}: its first parameter is {parameters[0].name!r}; make the tool of the method of an object, "
+            f"rllm.tool(thing.{name})"
+        )
+    for i, parameter in enumerate(parameters):
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise UserError(f"tool {name!r}: parameter {parameter.name!r} has no name of its own; give it one")
         kind = Any if parameter.annotation is parameter.empty else parameter.annotation
         default = ... if parameter.default is parameter.empty else parameter.default
-        fields[parameter.name] = (kind, Field(default=default, description=notes.get(parameter.name)))
+        said = Field(default=default, alias=parameter.name, description=notes.get(parameter.name))
+        fields[f"argument_{i}"] = (kind, said)
     try:
-        return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+        model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+        model.model_json_schema()
     except (PydanticUserError, NameError, TypeError) as error:
         raise UserError(f"tool {name!r}: no JSON schema for its parameters: {error}") from error
+    return model
 
 
 def _plain_schema(schema: Any) -> Any:

@@ -49,6 +49,8 @@ class EpisodeFile:
         self._append(episode.to_dict() | {TASK: self._tasks.get(episode.task_id)})
 
     def _open(self, about: Mapping[str, Any], resume: bool) -> None:
+        if self.path.is_dir():
+            raise DataError(f"{self.path}: it is a folder; name a file in it with --episodes")
         if self.path.exists() and self.path.stat().st_size:
             if not resume:
                 raise DataError(f"{self.path} exists; go on with it by --resume, or name another file with --episodes")
