@@ -16,7 +16,7 @@ from rllm.config.foreign import MEMORY as _MEMORY
 from rllm.config.foreign import NO_CRITIC as _NO_CRITIC
 from rllm.config.foreign import PLACEMENT as _PLACEMENT
 from rllm.config.foreign import ROWS as _ROWS
-from rllm.config.names import ESTIMATOR_WORDS, LOSS_WORDS
+from rllm.config.names import ESTIMATOR_WORDS, LOSS_WORDS, VLLM_MAX_RANK
 from rllm.errors import ConfigError
 
 
@@ -351,7 +351,6 @@ KL_SWITCHES = (
 )
 # Keys that switch a field on and off and are not its value.
 SWITCHES = frozenset({STEPWISE, PRECOMPUTED, *(switch for switch, _, _ in KL_SWITCHES)})
-VLLM_MAX_RANK = 512
 
 
 def check_engine_rank(entries: Sequence[Entry], ranks: Mapping[str, int]) -> None:

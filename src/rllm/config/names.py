@@ -59,6 +59,8 @@ REFUSED_LOSSES: dict[str, str] = dict.fromkeys(
     ("clip_cov", "kl_cov", "geo_mean", "sapo", "gpg", "dppo_tv", "dppo_kl", "bypass_mode"), "not built"
 )
 
+VLLM_MAX_RANK = 512
+"""The highest of vLLM's `max_lora_rank`."""
 ESTIMATOR_WORDS = {
     "reinforce++": "reinforce_plus_plus",
     "reinforce++-baseline": "reinforce_plus_plus_baseline",

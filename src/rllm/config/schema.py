@@ -197,6 +197,10 @@ class RolloutConfig(Section):
     max_tokens: int | None = Field(
         default=None, gt=0, description="Most tokens per completion; default: data.max_response_length"
     )
+    engine: Literal["local", "vllm"] = Field(
+        default="local",
+        description="What samples on this machine: the engine that is built in, or vLLM with the adapters loaded after every step (CUDA, LoRA)",
+    )
     max_batch: int = Field(default=128, gt=0, description="Most sequences the sampler decodes at once")
     max_concurrency: int = Field(default=128, gt=0, description="Most episodes running at once")
     max_tokens_in_flight: int | None = Field(

@@ -44,7 +44,7 @@ from rllm.backends.local.loading import (
 )
 from rllm.backends.local.model import Decoder
 from rllm.backends.local.teacher import check_length, load_teacher
-from rllm.config.check import quantization_problem
+from rllm.config.check import engine_problem, quantization_problem
 from rllm.config.schema import Config, ModelConfig
 from rllm.errors import ConfigError, ModelError
 from rllm.lora.adapter import LoraAdapter
@@ -83,8 +83,7 @@ class LocalBackend:
         self.learner = Learner(model, adapters, frozen=self._initial, start=start, teacher=teacher)
         self._scoring = threading.Lock()
         self.policy_version = 0
-        self.engine = _engine_class(model)(
-            model,
+        self.engine = self._create_engine(
             eos_ids=end_of_turn_ids(folder, tokenizer),
             max_batch=config.rollout.max_batch,
             max_model_len=self.max_model_len,
@@ -102,6 +101,8 @@ class LocalBackend:
         """Load the model that `config` names and put a fresh (or given) adapter on it."""
         device = pick_device(config.model.device)
         check_quantization(config.model, bool(config.lora.adapters()), device)
+        if problem := engine_problem(config, device.type, training=not config.trainer.val_only):
+            raise ConfigError(problem)
         dtype = pick_dtype(config.model.dtype, device)
         folder = resolve_model(config.model.path)
         tokenizer = load_tokenizer(folder)
@@ -269,6 +270,16 @@ class LocalBackend:
             "lora.rank": {name: adapter.rank for name, adapter in adapters},
             "lora.target_modules": {name: sorted(adapter.modules_adapted) for name, adapter in adapters},
         }
+
+    def _create_engine(self, **settings: Any) -> Engine:
+        if self.config.rollout.engine == "vllm":
+            from rllm.backends.local.vllm_engine import VllmEngine
+
+            ranks = [r for adapter in self.adapters.values() for own in adapter.part_ranks().values() for r in own]
+            return VllmEngine(
+                self.model, folder=self.folder, rank=max(ranks, default=0), adapters=len(self.adapters), **settings
+            )
+        return _engine_class(self.model)(self.model, **settings)
 
     def _publish_to_engine(self) -> None:
         # Full fine-tuning trains the sampled tensors themselves: publishing only counts the version.
