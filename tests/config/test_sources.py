@@ -156,3 +156,26 @@ def test_a_value_left_open_in_a_file_must_be_given(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.path=\?\?\?: this value is still to be given: model\.path=VALUE"):
         load_config([file])
     assert load_config([file], ["model.path=default"]).config.model.path == "default"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lora.rank: 4\nlora: {rank: 8}\n", r"c\.yaml: lora\.rank is given twice, .* as 4 and 8; give one"),
+        (
+            "defaults: [ppo_trainer, _self_]\nlora: {rank: 4}\n",
+            r"c\.yaml: defaults: Hydra's lists .*ppo_trainer.* --config",
+        ),
+    ],
+)
+def test_a_file_that_says_two_things_or_names_others_is_an_error(tmp_path, text, message):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config([tmp_path / "c.yaml"])
+
+
+def test_a_file_that_is_no_file_and_a_list_of_itself(tmp_path):
+    with pytest.raises(ConfigError, match="is no file"):
+        load_config([tmp_path])
+    (tmp_path / "c.yaml").write_text("defaults: [_self_]\nlora.rank: 4\nlora: {rank: 4}\n")
+    assert load_config([tmp_path / "c.yaml"]).config.lora.rank == 4

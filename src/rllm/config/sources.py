@@ -52,13 +52,25 @@ def read_entries(
     if base is not None:
         entries += [Entry(BASE, key, value) for key, value in flatten(as_mapping(base))]
     for name in files:
-        entries += [Entry(str(name), key, value) for key, value in flatten(read_yaml(Path(name)))]
+        entries += _of_file(str(name))
     for override in overrides:
         key, value, raw = parse_override(override)
         if isinstance(value, Mapping) and value:
             entries += [Entry(ARGUMENT, name, item) for name, item in flatten(value, f"{key}.")]
         else:
             entries.append(Entry(ARGUMENT, key, value, raw))
+    return entries
+
+
+def _of_file(name: str) -> list[Entry]:
+    entries = [Entry(name, key, value) for key, value in flatten(read_yaml(Path(name)))]
+    seen: dict[str, Any] = {}
+    for entry in entries:  # YAML sees this only where both are written alike
+        if seen.setdefault(entry.key, entry.value) != entry.value:
+            first, second = show(seen[entry.key]), show(entry.value)
+            raise ConfigError(
+                f"{name}: {entry.key} is given twice, dotted and in its section, as {first} and {second}; give one"
+            )
     return entries
 
 
@@ -80,7 +92,7 @@ def as_mapping(base: Any) -> Mapping[Any, Any]:
 def read_yaml(path: Path) -> Mapping[Any, Any]:
     """The tree in a YAML file, interpolations unresolved."""
     if not path.is_file():
-        raise ConfigError(f"config file {str(path)!r} does not exist")
+        raise ConfigError(f"config file {str(path)!r} {'is no file' if path.exists() else 'does not exist'}")
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -90,6 +102,13 @@ def read_yaml(path: Path) -> Mapping[Any, Any]:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: found {type(tree).__name__}; the file must hold key: value pairs")
+    if isinstance(tree.get("defaults"), list):
+        if others := [one for one in tree["defaults"] if one != "_self_"]:
+            raise ConfigError(
+                f"{path}: defaults: Hydra's lists of other files are not followed (here {show(others)}); give each file with --config, "
+                "the base first, and leave defaults out"
+            )
+        del tree["defaults"]
     return tree
 
 
