@@ -34,13 +34,15 @@ from rllm.backends.local import cores
 from rllm.backends.local.adapters import SaveContext, create_adapters, save_adapter
 from rllm.backends.local.engine import Engine
 from rllm.backends.local.facts import describe
+from rllm.backends.local.language_model import LanguageModel
 from rllm.backends.local.learner import Learner, Policy
 from rllm.backends.local.loading import (
     end_of_turn_ids,
-    load_decoder,
+    load_model,
     load_tokenizer,
     resolve_model,
-    save_decoder,
+    save_model,
+    wanted_length,
 )
 from rllm.backends.local.model import Decoder
 from rllm.backends.local.teacher import check_length, load_teacher
@@ -65,7 +67,7 @@ class LocalBackend:
         self,
         config: Config,
         folder: Path,
-        model: Decoder,
+        model: LanguageModel,
         tokenizer: Any,
         adapters: dict[str, LoraAdapter],
         teacher: Policy | None = None,
@@ -83,7 +85,7 @@ class LocalBackend:
         self.learner = Learner(model, adapters, frozen=self._initial, start=start, teacher=teacher)
         self._scoring = threading.Lock()
         self.policy_version = 0
-        self.engine = _engine_class(model)(
+        self.engine = engine_class(model)(
             model,
             eos_ids=end_of_turn_ids(folder, tokenizer),
             max_batch=config.rollout.max_batch,
@@ -105,7 +107,7 @@ class LocalBackend:
         dtype = pick_dtype(config.model.dtype, device)
         folder = resolve_model(config.model.path)
         tokenizer = load_tokenizer(folder)
-        model = load_decoder(folder, dtype, device, config.model.quantization)
+        model = load_model(folder, dtype, device, config.model.quantization, wanted_length(config))
         if len(tokenizer) > model.config.vocab_size:
             raise ModelError(
                 f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, the model {model.config.vocab_size}"
@@ -199,7 +201,7 @@ class LocalBackend:
         if not self.adapters:
             if not all(bool(torch.isfinite(tensor).all()) for _, tensor in self.model.hf_tensors()):
                 raise ModelError("model not saved: it holds weights that are not finite")
-            save_decoder(self.model, self.folder, path)
+            save_model(self.model, self.folder, path)
             return {"model": path}
         context = SaveContext(
             self.model, self.folder, self.model_name, {"policy version": self.policy_version, **(facts or {})}
@@ -278,7 +280,12 @@ class LocalBackend:
         self.published_bytes = sum(pairs.nbytes for pairs in newest.values())
 
 
-def _engine_class(model: Decoder) -> type[Engine]:
+def engine_class(model: LanguageModel) -> type[Engine]:
+    """The sampler for a model."""
+    if not isinstance(model, Decoder):
+        from rllm.backends.local.plain.engine import PlainEngine
+
+        return PlainEngine
     if not model.fused:
         return Engine
     from rllm.backends.local.cuda.engine import CudaEngine
@@ -314,7 +321,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def max_model_len(config: Config, model: Decoder) -> int:
+def max_model_len(config: Config, model: LanguageModel) -> int:
     """Longest sequence: what the config says, or prompt + response limits; never more than the model can do."""
     able = min(model.config.max_position, model.config.attention_window or model.config.max_position)
     wanted = config.model.max_model_len

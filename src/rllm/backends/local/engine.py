@@ -23,7 +23,8 @@ from rllm.backends.base import BASE, Completion, FinishReason, OnToken, Sampling
 from rllm.backends.local import cores
 from rllm.backends.local.handover import outbox_of_running_loop
 from rllm.backends.local.kv_cache import DecodeAttention, KVCache, default_kv_bytes
-from rllm.backends.local.model import Attend, Decoder, LowRank, PackedCausal
+from rllm.backends.local.language_model import Attend, LanguageModel, LowRank
+from rllm.backends.local.model import Decoder, PackedCausal
 from rllm.backends.local.sampling import BatchParams, sample, uniforms
 from rllm.lora.adapter import LowRankPairs
 
@@ -90,9 +91,12 @@ class Engine:
     requests wait when the batch could outgrow it (one request always runs); default: a share of the device's memory.
     """
 
+    prefix_cache_bytes = PREFIX_CACHE_BYTES
+    """The most that prompts kept for later requests take."""
+
     def __init__(
         self,
-        model: Decoder,
+        model: LanguageModel,
         *,
         eos_ids: Sequence[int],
         max_batch: int,
@@ -126,6 +130,7 @@ class Engine:
 
     def _prepare(self) -> None:
         """Room for the running batch."""
+        assert isinstance(self.model, Decoder)
         self._cache = KVCache(self.model.config, self.model.dtype, self.model.device, self.max_model_len, self.kv_bytes)
         self._prefixes: OrderedDict[_PromptKey, _Prefix] = OrderedDict()
         self._prefix_bytes = 0
@@ -275,6 +280,7 @@ class Engine:
     def _hidden(self, adapter: str, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Final hidden states of tokens under an adapter."""
         model, lora = self.model, self.adapters[adapter]
+        assert isinstance(model, Decoder)
         if lora is None or model.device.type != "cpu" or model.dtype != torch.float32 or model.quantized:
             return model(ids, positions, attend, lora)
         if adapter not in self._merged:
@@ -326,7 +332,7 @@ class Engine:
             request = self._waiting[0]
             if not request.future.cancelled():
                 longest = max(longest, request.final_length)
-                if rows > 1 and self._cache.nbytes_of(rows, longest) > self.kv_bytes:
+                if rows > 1 and self.kv_bytes_of(rows, longest) > self.kv_bytes:
                     break
                 fresh.append(request)
             self._waiting.popleft()
@@ -371,11 +377,11 @@ class Engine:
             else:
                 missing.setdefault(key[0], []).append(key[1])
         for adapter, prompts in missing.items():
-            for batch in _by_budget(prompts, PREFILL_TOKENS[self.model.device.type]):
+            for batch in by_budget(prompts, PREFILL_TOKENS[self.model.device.type]):
                 for prompt, prefix in zip(batch, self._prefill_batch(batch, adapter), strict=True):
                     found[adapter, prompt] = self._prefixes[adapter, prompt] = prefix
                     self._prefix_bytes += prefix.nbytes
-        while self._prefix_bytes > PREFIX_CACHE_BYTES:
+        while self._prefix_bytes > self.prefix_cache_bytes:
             self._prefix_bytes -= self._prefixes.popitem(last=False)[1].nbytes
         return found
 
@@ -489,7 +495,7 @@ def _unknown_adapter(name: str, published: Mapping[str, object]) -> ValueError:
     return ValueError(f"unknown adapter {name!r}; published are {', '.join(sorted(published))}")
 
 
-def _by_budget(prompts: list[tuple[int, ...]], tokens: int) -> Iterator[list[tuple[int, ...]]]:
+def by_budget(prompts: list[tuple[int, ...]], tokens: int) -> Iterator[list[tuple[int, ...]]]:
     """Batches of prompts of like length, each at most `tokens` when padded to its longest (or one prompt)."""
     batch: list[tuple[int, ...]] = []
     for prompt in sorted(prompts, key=len):
@@ -497,7 +503,8 @@ def _by_budget(prompts: list[tuple[int, ...]], tokens: int) -> Iterator[list[tup
             yield batch
             batch = []
         batch.append(prompt)
-    yield batch
+    if batch:
+        yield batch
 
 
 def _finish(request: Request, reason: FinishReason) -> None:
