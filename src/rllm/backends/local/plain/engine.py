@@ -130,7 +130,7 @@ class PlainEngine(Engine):
     # Stepping
 
     def _decode_step(self) -> None:
-        """One token for every running request: a pass for each batch."""
+        """One token for every running request: a pass, and a step in the statistics, for each batch."""
         for batch in list(self._batches):
             if batch.cache is None:
                 logits = self._read_anew(batch.adapter, [(*r.prompt, *r.ids) for r in batch.requests])
@@ -138,8 +138,8 @@ class PlainEngine(Engine):
                 ids = torch.tensor([[request.ids[-1]] for request in batch.requests], device=self.model.device)
                 batch.mask = torch.cat((batch.mask, torch.ones_like(ids)), dim=1)
                 logits = self._pass(batch.adapter, ids, batch.mask, batch.cache)
+            self._stats["decode_steps"] += 1
             self._draw(batch, logits)
-        self._stats["decode_steps"] += 1
 
     def _pass(self, adapter: str, ids: Tensor, mask: Tensor, cache: object) -> Tensor:
         """Logits [rows, vocab] after `ids` [rows, T], which `cache` takes up."""

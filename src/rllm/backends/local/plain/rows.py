@@ -28,15 +28,14 @@ class Rows:
     settings: BatchParams | None = None
 
     def select(self, rows: list[int], requests: list[Request]) -> None:
-        """Keep these rows, each as often as it is named, for `requests`."""
+        """Keep these rows, each as often as it is named, for `requests`. With none the cache is done with."""
         self.requests, self.settings = requests, None
-        if self.cache is None or rows == list(range(self.mask.shape[0])):
+        if self.cache is None or not rows or rows == list(range(self.mask.shape[0])):
             return
         index = torch.tensor(rows, device=self.mask.device)
         self.cache.batch_select_indices(index)
         self.mask = self.mask[index]
-        if rows:
-            self._trim(int(self.mask.argmax(dim=1).min()))
+        self._trim(int(self.mask.argmax(dim=1).min()))
 
     def join(self, other: Rows) -> None:
         """Add the rows of `other`, of the same adapter, after these; its cache is used up."""
