@@ -169,7 +169,7 @@ def load_model(
     from rllm.backends.local.plain.loading import load_plain
 
     model = load_plain(folder, hf, dtype, torch.device(device))
-    logger.warning("model.path: %s does not run on the fast decoder: %s. %s", folder, missing, model.path)
+    logger.warning("model.path: %s: %s; so it takes the %s", folder, missing, model.path)
     return model
 
 

@@ -149,6 +149,15 @@ def test_the_start_says_which_path_and_what_is_idle(backend_of, caplog):
     assert facts["memory_bytes"]["activations up to"] > 0
 
 
+def test_the_doctor_tries_a_model_and_says_its_path(tmp_path):
+    from rllm.doctor import as_text, examine
+
+    report = examine(str(model_folder(tmp_path / "model", "gpt2")))
+    assert report.can_run and report.model["sampled_tokens"] >= 1
+    assert "plain path: GPT2LMHeadModel" in as_text(report)
+    assert "no folder" in examine(str(tmp_path / "nowhere")).problems[0].what
+
+
 def test_bases_and_lengths_that_cannot_be_are_refused(backend_of):
     with pytest.raises(ConfigError, match=r"model\.max_model_len=300: .*can do at most 256 tokens"):
         backend_of("gpt2", model={"max_model_len": 300})

@@ -20,7 +20,8 @@ from rllm.errors import ModelError
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
 NARROW_TOLERANCE = 0.2
 TOKENS = 9
-MEASURED_TOKENS = 64
+MEASURED_TOKENS = 32
+ROW_TOKENS = 2048
 
 
 @torch.no_grad()
@@ -132,7 +133,16 @@ def _tensors(layer: Any) -> list[Tensor]:
 
 
 def _activation_bytes(model: PlainModel, ids: Tensor) -> int:
-    """Bytes that autograd keeps per token, weights aside, measured on one row."""
+    """Bytes that autograd keeps per token of a row of `ROW_TOKENS`, weights aside: ``a T + b T^2`` through two short rows, as attention
+    that keeps its weights takes more per token in longer ones."""
+    short = min(MEASURED_TOKENS, max(1, model.config.max_position // 2))
+    one, two = (_kept_bytes(model, ids, tokens) for tokens in (short, 2 * short))
+    square = max(0.0, (two - 2 * one) / (2 * short**2))
+    linear = one / short - square * short
+    return max(1, round(linear + square * min(ROW_TOKENS, model.config.max_position)))
+
+
+def _kept_bytes(model: PlainModel, ids: Tensor, count: int) -> int:
     weights = {p.data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -141,18 +151,17 @@ def _activation_bytes(model: PlainModel, ids: Tensor) -> int:
             kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    count = min(MEASURED_TOKENS, model.config.max_position)
     row = ids.flatten().repeat(-(-count // ids.numel()))[:count].unsqueeze(0)
-    embeddings = model.hf.get_input_embeddings()
     # Every layer then sees inputs with a gradient, as it does where the first of them is adapted.
+    embeddings = model.hf.get_input_embeddings()
     handle = embeddings.register_forward_hook(lambda module, args, output: output.detach().requires_grad_())
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             hidden = model.run(row, None)
     finally:
         handle.remove()
-    del hidden
-    return max(1, sum(kept.values()) // count)
+    del hidden  # not earlier: memory that is used again would count once
+    return sum(kept.values())
 
 
 class _Recorder:
