@@ -11,8 +11,8 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -25,6 +25,7 @@ from rllm.backends.local.handover import outbox_of_running_loop
 from rllm.backends.local.kv_cache import DecodeAttention, KVCache, default_kv_bytes
 from rllm.backends.local.language_model import Attend, LanguageModel, LowRank
 from rllm.backends.local.model import Decoder, PackedCausal
+from rllm.backends.local.requests import Request, check_params, fail, finish
 from rllm.backends.local.sampling import BatchParams, sample, uniforms
 from rllm.lora.adapter import LowRankPairs
 
@@ -36,35 +37,6 @@ PREFIX_CACHE_BYTES = 256 * 2**20
 MERGED_BYTES = 256 * 2**20
 # How much text is decoded again to look for stop strings that span tokens.
 STOP_TAIL_TOKENS = 16
-# Below this a division of logits by the temperature overflows float32 for ordinary models; 0 means greedy.
-MIN_TEMPERATURE = 1e-5
-
-
-@dataclass(eq=False)
-class Request:
-    """One completion under way."""
-
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    adapter: str
-    limit: int
-    seed: int
-    future: Future[Completion]
-    uniforms: np.ndarray
-    on_token: OnToken | None = None
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    @property
-    def position(self) -> int:
-        """Where the last sampled token stands in the sequence."""
-        return len(self.prompt) + len(self.ids) - 1
-
-    @property
-    def final_length(self) -> int:
-        """The most tokens the sequence can come to."""
-        return len(self.prompt) + self.limit
 
 
 @dataclass
@@ -147,7 +119,7 @@ class Engine:
 
         Raises ValueError for what cannot be sampled (adapter, prompt or params), RuntimeError after `close`.
         """
-        _check_params(params)
+        check_params(params)
         if params.stop and self.decode is None:
             raise ValueError("stop strings need an engine that can turn ids into text (decode=); use stop_token_ids")
         if not prompt_ids:
@@ -448,7 +420,7 @@ class Engine:
         if request.on_token is not None:
             request.on_token(token, logprob)
         if reason is not None:
-            _finish(request, reason)
+            finish(request, reason)
         return reason is not None
 
     def _finish_reason(self, request: Request) -> FinishReason | None:
@@ -478,19 +450,6 @@ class Engine:
         self._set_running(running)
 
 
-def _check_params(params: SamplingParams) -> None:
-    if not (params.temperature == 0 or MIN_TEMPERATURE <= params.temperature < math.inf):
-        raise ValueError(
-            f"temperature is {params.temperature}; allowed: 0 (greedy) or a finite number from {MIN_TEMPERATURE} on"
-        )
-    if not 0 < params.top_p <= 1:
-        raise ValueError(f"top_p is {params.top_p}; allowed: above 0 up to 1 (1: off)")
-    if params.top_k < 0:
-        raise ValueError(f"top_k is {params.top_k}; allowed: 0 (off) or a positive number")
-    if "" in params.stop:
-        raise ValueError("a stop string is empty; leave it out")
-
-
 def _unknown_adapter(name: str, published: Mapping[str, object]) -> ValueError:
     return ValueError(f"unknown adapter {name!r}; published are {', '.join(sorted(published))}")
 
@@ -505,17 +464,3 @@ def by_budget(prompts: list[tuple[int, ...]], tokens: int) -> Iterator[list[tupl
         batch.append(prompt)
     if batch:
         yield batch
-
-
-def _finish(request: Request, reason: FinishReason) -> None:
-    try:
-        request.future.set_result(Completion(request.ids, request.logprobs, request.versions, reason))
-    except InvalidStateError:  # cancelled in this very moment
-        pass
-
-
-def fail(request: Request, error: Exception) -> None:
-    try:
-        request.future.set_exception(error)
-    except InvalidStateError:
-        pass

@@ -71,11 +71,14 @@ def greedy(backend, adapter="default"):
     return asyncio.run(backend.sample(PROMPT, SamplingParams(max_tokens=8, temperature=0.0), adapter)).ids
 
 
-def peft_logits(base, adapter):
+def peft_logits(base, adapter, head=False):
+    """`head`: the output head, which is no Conv1D, is adapted too, and PEFT says that it sees that."""
     from peft import PeftModel
 
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("error", UserWarning)  # PEFT has nothing to put right in what we wrote
+        warnings.simplefilter(
+            "ignore" if head else "error", UserWarning
+        )  # PEFT has nothing to put right in what we wrote
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(adapter)).eval()
     with torch.no_grad():
         return model(input_ids=IDS).logits[0]
@@ -195,3 +198,37 @@ def test_rllm_train_and_merge_on_gpt2(tmp_path):
     with torch.no_grad():
         found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(input_ids=IDS).logits[0]
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_tinkers_api_trains_samples_and_scores_on_it(backend_of, tmp_path):
+    """Two runs over one base, the official SDK as client: values are those of transformers and PEFT."""
+    tinker = pytest.importorskip("tinker", reason="the tinker SDK is not installed; it comes with the dev extra")
+    from tinker_server import KEY, Served, datum
+
+    served = Served(backend_of("gpt2"), tmp_path / "state")
+    client = tinker.ServiceClient(base_url=served.url, api_key=KEY)
+    try:
+        runs = [client.create_lora_training_client("default", rank=4, seed=seed).result(timeout=60) for seed in (1, 2)]
+        row = datum(tinker, range(40), weights=[1.0] * 39)
+        first = [run.forward_backward([row], "cross_entropy").result(timeout=60) for run in runs]
+        with torch.no_grad():
+            logits = AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2")(input_ids=IDS).logits[0]
+        base = torch.log_softmax(logits, -1)[torch.arange(39), IDS[0, 1:]].tolist()
+        for told in first:
+            assert told.loss_fn_outputs[0]["logprobs"].data == pytest.approx(base, abs=1e-4)
+        runs[0].optim_step(tinker.AdamParams(learning_rate=1e-2)).result(timeout=60)
+        sampler = runs[0].save_weights_and_get_sampling_client().result(timeout=60)
+        trained = sampler.compute_logprobs(tinker.ModelInput.from_ints(range(40))).result(timeout=60)
+        assert sum(trained[1:]) > sum(base) + 1.0
+        asked = tinker.SamplingParams(max_tokens=6, temperature=0.0)
+        (answer,) = sampler.sample(tinker.ModelInput.from_ints(PROMPT), 1, asked).result(timeout=60).sequences
+        rescored = sampler.compute_logprobs(tinker.ModelInput.from_ints([*PROMPT, *answer.tokens])).result(timeout=60)
+        assert answer.logprobs == pytest.approx(rescored[len(PROMPT) :], abs=1e-4)
+        (folder,) = {file.parent for file in (tmp_path / "state").rglob("adapter_model.safetensors")}
+        expected = torch.log_softmax(peft_logits(tmp_path / "gpt2", folder, head=True), -1)[
+            torch.arange(39), IDS[0, 1:]
+        ]
+        assert trained[1:] == pytest.approx(expected.tolist(), abs=1e-4)
+    finally:
+        client.close("success").result(timeout=20)
+        served.close()

@@ -143,12 +143,13 @@ def _activation_bytes(model: PlainModel, ids: Tensor) -> int:
 
 
 def _kept_bytes(model: PlainModel, ids: Tensor, count: int) -> int:
-    weights = {p.data_ptr() for p in model.parameters()}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in weights:
-            kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     row = ids.flatten().repeat(-(-count // ids.numel()))[:count].unsqueeze(0)

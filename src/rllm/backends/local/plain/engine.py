@@ -12,11 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rllm.backends.local.engine import PREFILL_TOKENS, Engine, Request, by_budget, fail
+from rllm.backends.local.engine import PREFILL_TOKENS, Engine, by_budget
 from rllm.backends.local.language_model import LowRank
 from rllm.backends.local.model import PackedCausal
 from rllm.backends.local.plain.model import PlainModel
 from rllm.backends.local.plain.rows import Rows
+from rllm.backends.local.requests import Request, fail
 from rllm.backends.local.sampling import BatchParams
 
 _Prompt = tuple[int, ...]

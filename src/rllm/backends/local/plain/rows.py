@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from rllm.backends.local.engine import Request
+from rllm.backends.local.requests import Request
 from rllm.backends.local.sampling import BatchParams
 
 
