@@ -69,7 +69,7 @@ def create_adapter(model: LanguageModel, settings: LoraSettings, seed: int) -> L
         modules = adapted_modules(names, settings, model.head_name)
     if idle := model.idle(modules):
         logger.warning(
-            "lora.target_modules: text does not go through %d of the %d modules (e.g. %s): their adapters stay as they start",
+            "lora.target_modules: text does not go through %d of the %d modules (e.g. %s): their adapters stay as they start (lora.exclude_modules leaves them out)",
             len(idle), len(modules), idle[0],
         )  # fmt: skip
     adapter = LoraAdapter(

@@ -140,6 +140,15 @@ def test_training_goes_on_from_a_saved_state_bit_for_bit(backend_of, tmp_path, r
         assert len(AutoTokenizer.from_pretrained(tmp_path / "full")) <= 640
 
 
+def test_full_fine_tuning_keeps_a_copy_of_where_it_started(backend_of):
+    backend = backend_of("gpt2", lora={"rank": 0}, algorithm={"kl_beta": 0.1})
+    data = [Datum(IDS[0].tolist(), [0] + [1] * 39)]
+    before = backend.logprobs(data)[0]
+    assert step(backend, 1)["grad_norm"] > 0
+    assert backend.logprobs(data, BASE)[0] == before
+    assert backend.logprobs(data)[0] != pytest.approx(before, abs=1e-2)
+
+
 def test_the_start_says_which_path_and_what_is_idle(backend_of, caplog):
     with caplog.at_level(logging.WARNING, logger="rllm"):
         backend = backend_of("mamba")

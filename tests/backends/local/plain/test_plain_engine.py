@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_models import VOCAB, random_adapter, with_peft
 
-from rllm.backends.base import BASE, Datum, SamplingParams
+from rllm.backends.base import BASE, Datum, LossSpec, SamplingParams
 from rllm.backends.local.learner import Learner
 from rllm.backends.local.plain.engine import PlainEngine
 
@@ -167,3 +167,29 @@ def test_one_prompt_is_read_once_for_a_group(make_plain, engine_of):
     engine.submit(prompt, SamplingParams(3, seed=9)).result(timeout=60)
     stats = engine.stats()
     assert stats["prefill_tokens"] <= 2 * 9 and stats["prefix_hits"] >= 3
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "phi3", "qwen3_moe"])
+def test_sampling_and_training_at_the_same_time_give_what_each_gives_alone(make_plain, engine_of, kind):
+    _, plain, _ = make_plain(kind)
+    sampled, trained = random_adapter(plain), random_adapter(plain, scale=0.1)
+    engine = engine_of(plain)
+    engine.publish({"default": sampled.snapshot(torch.float32)}, 1)
+    asked = prompts([9, 20, 4], seed=7)
+    rows = prompts([12, 30], seed=8)
+    data = [Datum(p, [int(t > 0) for t in range(len(p))], [1.0] * len(p), [0.0] * len(p)) for p in rows]
+
+    def sample():
+        return [engine.submit(p, SamplingParams(30, seed=i), "default") for i, p in enumerate(asked)]
+
+    def gradients():
+        trained.zero_grad()
+        Learner(plain, {"default": trained}).forward_backward(data, LossSpec("cross_entropy"))
+        return [p.grad.clone() for p in trained.parameters()]
+
+    alone, expected = [answer.ids for answer in results(sample())], gradients()
+    futures, rounds = sample(), 0
+    while rounds < 3 or not all(future.done() for future in futures):
+        torch.testing.assert_close(gradients(), expected, atol=1e-6, rtol=1e-5)
+        rounds += 1
+    assert [answer.ids for answer in results(futures)] == alone

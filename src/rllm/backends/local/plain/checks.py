@@ -93,7 +93,7 @@ def _decoding(model: PlainModel, ids: Tensor, whole: Tensor) -> tuple[Decoding, 
     if not _same(model, logits, whole[:1, -1]):
         return "recompute", 0
     cache_bytes = sum(t.nbytes for layer in cache.layers for t in _tensors(layer)) // TOKENS
-    if model.hf._is_stateful or not mergeable(cache) or "chunked_attention" in _layer_types(model):
+    if getattr(model.hf, "_is_stateful", False) or not mergeable(cache) or "chunked_attention" in _layer_types(model):
         return "single", cache_bytes
     try:
         logits, _ = _decode(model, ids, pads=4)
