@@ -193,3 +193,29 @@ def test_sampling_and_training_at_the_same_time_give_what_each_gives_alone(make_
         torch.testing.assert_close(gradients(), expected, atol=1e-6, rtol=1e-5)
         rounds += 1
     assert [answer.ids for answer in results(futures)] == alone
+
+
+@pytest.mark.parametrize("kind", ["phi3", "gemma2"])
+def test_the_room_of_a_long_row_is_given_back_when_it_leaves(make_plain, engine_of, kind):
+    _, plain, _ = make_plain(kind)
+    engine = engine_of(plain)
+    long, short = prompts([60, 4], seed=9)
+    lengths = []
+
+    def heard(*_):
+        (batch,) = engine._batches
+        lengths.append(
+            (len(batch.requests), batch.mask.shape[1], [layer.keys.shape[-2] for layer in batch.cache.layers])
+        )
+
+    # Asked for between two tokens, so that both begin together.
+    asked = []
+    engine._command(
+        lambda: asked.extend(
+            (engine.submit(long, SamplingParams(3)), engine.submit(short, SamplingParams(8), on_token=heard))
+        )
+    )
+    results(asked)
+    # The cache lacks the token that is handed over: after the first, one row of 4, 5, ... tokens is left of two of 60.
+    assert lengths[0][:2] == (2, 60) and lengths[-1][:2] == (1, 4 + 7)
+    assert lengths[-1][2] == [11] * len(lengths[-1][2])

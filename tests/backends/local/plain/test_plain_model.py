@@ -289,3 +289,21 @@ def test_our_decoder_refuses_what_takes_the_plain_path(tmp_path):
     build_plain("gpt2", tmp_path)
     with pytest.raises(ModelError, match="cannot be run by the decoder: it is of type 'gpt2'"):
         load_decoder(tmp_path)
+
+
+def test_dropout_drops_inputs_of_a_in_training_only_and_keeps_the_mean(make_plain):
+    _, plain, _ = make_plain("gpt2")
+    adapter = random_adapter(plain)
+    adapter.dropout = 0.5
+    layer, x = plain.hf.get_submodule("transformer.h.0.attn.c_attn"), torch.randn(2, 3, 32)
+
+    def through(training):
+        with torch.no_grad(), adapted(adapter.pairs(torch.float32, training=training)):
+            return layer(x)
+
+    whole = through(False)
+    assert torch.equal(through(False), whole)
+    draws = torch.stack([through(True) for _ in range(2000)])
+    spread = draws.std(0)
+    assert (spread > 0).all()
+    assert ((draws.mean(0) - whole).abs() <= 5 * spread / 2000**0.5).all()
