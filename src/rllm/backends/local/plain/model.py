@@ -101,8 +101,8 @@ class PlainModel(LanguageModel):
             "recompute": "decoding without a cache, so that every token reads its row anew",
         }[self.traits.decoding]
         return (
-            f"plain path: {type(self.hf).__name__} by transformers' own forward, {how}; correct, but several times slower than the "
-            "fast decoder"
+            f"plain path: {type(self.hf).__name__} by transformers' own forward, {how}; correct, but slower than the fast decoder, most of "
+            "all in sampling on a GPU"
         )
 
     @property
