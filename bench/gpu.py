@@ -30,7 +30,7 @@ import rllm
 from rllm.backends.base import AdamParams, Datum, LossSpec, SamplingParams
 from rllm.backends.local.cuda.engine import CudaEngine
 from rllm.backends.local.learner import Learner
-from rllm.backends.local.loading import save_decoder
+from rllm.backends.local.loading import save_model
 from rllm.backends.local.model import Decoder, DecoderConfig
 from rllm.lora.adapter import LoraAdapter
 
@@ -378,7 +378,7 @@ def bench_start(args: argparse.Namespace, config: DecoderConfig) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, default = Path(name), Path(rllm.__file__).parent / "models" / "default"
         model = random_decoder(config)
-        save_decoder(model, default, folder)
+        save_model(model, default, folder)
         del model
         torch.cuda.empty_cache()
         shapes = shape_of(config) | {"layer_types": ["full_attention"] * config.n_layers}

@@ -129,3 +129,18 @@ def make(tmp_path):
         return model, load_decoder(folder), folder
 
     return _make
+
+
+@pytest.fixture
+def make_plain(tmp_path):
+    """``make_plain("gpt2", max_position_embeddings=64)`` -> (transformers model, the same on the plain path, folder)."""
+    from tiny_models import build_plain
+
+    from rllm.backends.local.loading import load_model
+
+    def _make(kind: str, **settings):
+        folder = tmp_path / kind
+        model = build_plain(kind, folder, **settings)
+        return model, load_model(folder), folder
+
+    return _make

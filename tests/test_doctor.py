@@ -25,10 +25,11 @@ def test_a_machine_that_can_run_is_ready_and_the_report_is_the_same_in_json_and_
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["can_run"] and report["packages"]["torch"]["installed"] == torch.__version__
-    assert report["default_model"]["parameters"] > 10**6 and report["default_model"]["sampled_tokens"] >= 1
+    assert report["model"]["parameters"] > 10**6 and report["model"]["sampled_tokens"] >= 1
     assert report["devices"]["cpu"]["cores"] >= 1 and report["devices"]["cpu"]["memory_bytes"] > 10**8
     assert set(report["backends"]) == set(CAPABILITIES)
     assert set(report["backends"]["local"]) == {column.name for column in fields(Capabilities)}
+    assert report["model"]["path"].startswith("own decoder")
     text = run().stdout
     assert "ready: the local backend runs here" in text and torch.__version__ in text
     for name in (*report["packages"], *report["backends"]["local"]):
@@ -49,7 +50,7 @@ def without(name):
 def test_a_missing_package_is_told_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", without("transformers"))
     report = doctor.examine()
-    assert not report.can_run and report.default_model == {}
+    assert not report.can_run and report.model == {}
     assert [(p.what, p.fix) for p in report.problems] == [
         ("transformers is not installed (needed: >=5.17)", "pip install 'transformers>=5.17'")
     ]
@@ -94,7 +95,7 @@ def test_a_gpu_that_torch_cannot_see_is_noted_and_blocks_nothing(monkeypatch):
 
 def test_a_full_disk_and_a_read_only_folder_are_told(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(doctor, "_try_backend", lambda report: None)
+    monkeypatch.setattr(doctor, "_try_backend", lambda report, model: None)
     monkeypatch.setattr(doctor, "LEAST_FREE_BYTES", 10**18)
     assert "are free in" in doctor.examine().problems[0].what
     monkeypatch.setattr(doctor.os, "access", lambda *_: False)

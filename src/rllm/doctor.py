@@ -1,4 +1,4 @@
-"""What this machine can run: packages, devices, the default model, each backend's row of the capability table, and what to mend.
+"""What this machine can run: packages, devices, a model, each backend's row of the capability table, and what to mend.
 
 Looks, and samples a few tokens once to be sure; changes nothing.
 """
@@ -6,6 +6,7 @@ Looks, and samples a few tokens once to be sure; changes nothing.
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -43,7 +44,7 @@ class Report:
     packages: dict[str, dict[str, Any]] = field(default_factory=dict)
     extras: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     devices: dict[str, Any] = field(default_factory=dict)
-    default_model: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
     backends: dict[str, dict[str, Any]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
@@ -56,13 +57,14 @@ class Report:
         return asdict(self) | {"can_run": self.can_run}
 
 
-def examine() -> Report:
-    """Look at everything there is to look at. Never raises: what goes wrong is a problem in the report."""
+def examine(model: str = "default") -> Report:
+    """Look at everything there is to look at, and try `model` (folder, hub id, or default). Never raises: what goes wrong is a problem in
+    the report."""
     report = Report()
     _look_at_packages(report)
     if report.can_run:  # without its packages the backend cannot even be asked
         _look_at_devices(report)
-        _try_backend(report)
+        _try_backend(report, model)
     _look_at_disk(report)
     for name, row in CAPABILITIES.items():
         values = {column.name: getattr(row, column.name) for column in fields(Capabilities)}
@@ -136,16 +138,16 @@ def _look_at_devices(report: Report) -> None:
         )
 
 
-def _try_backend(report: Report) -> None:
-    """Load the default model on the default backend and sample a few tokens."""
+def _try_backend(report: Report, model: str) -> None:
+    """Load the model on the default backend and sample a few tokens."""
     import asyncio
 
-    config = load_config(training=False).config
+    config = load_config(overrides=[f"model.path={json.dumps(model)}"], training=False).config
     try:
         from rllm.backends.local.backend import LocalBackend
         from rllm.backends.local.loading import resolve_model
 
-        report.default_model = {"folder": str(resolve_model(config.model.path))}
+        report.model = {"folder": str(resolve_model(config.model.path))}
         backend = LocalBackend.create(config)
         try:
             facts = backend.describe()
@@ -157,15 +159,18 @@ def _try_backend(report: Report) -> None:
         line = str(error).strip().split("\n")[0]
         report.problems.append(
             Problem(
-                f"the {config.backend} backend cannot run the default model: {type(error).__name__}: {line}",
-                "pip install --force-reinstall rllm",
+                f"the {config.backend} backend cannot run the model {model}: {type(error).__name__}: {line}",
+                "pip install --force-reinstall rllm"
+                if model == "default"
+                else "give another model, or mend what is said of this one",
             )
         )
         return
-    report.default_model |= {
+    report.model |= {
         "parameters": facts["parameters"],
         "device": facts["device"],
         "dtype": facts["dtype"],
+        "path": facts["path"],
         "sampled_tokens": len(answer.ids),
     }
 
@@ -202,11 +207,12 @@ def as_text(report: Report) -> str:
         )
     if not report.devices.get("cuda"):
         lines.append("  cuda  none")
-    model = report.default_model
+    model = report.model
     if "parameters" in model:
         lines += [
             "",
-            "default model",
+            "model",
+            f"  {model['path']}",
             f"  {model['parameters']:,} parameters, {model['dtype']} on {model['device']}; sampled {model['sampled_tokens']} tokens",
             f"  {model['folder']}",
         ]

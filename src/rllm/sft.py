@@ -245,7 +245,7 @@ def run_sft(config: SftConfig, log: Callable[[str], None] = print) -> dict[str, 
     from rllm.backends.local.adapters import SaveContext, create_adapter, save_adapter
     from rllm.backends.local.backend import check_quantization, pick_device, pick_dtype
     from rllm.backends.local.learner import Learner
-    from rllm.backends.local.loading import load_decoder, load_tokenizer, resolve_model, save_decoder
+    from rllm.backends.local.loading import load_model, load_tokenizer, resolve_model, save_model
 
     if config.data.train_files is None:
         raise ConfigError("data.train_files: not given; name a JSONL file of {'messages': [...]} chats")
@@ -268,7 +268,15 @@ def run_sft(config: SftConfig, log: Callable[[str], None] = print) -> dict[str, 
     chats = [chat for chat in everything if len(chat[0]) <= config.data.max_length]
     if not chats:
         raise DataError(f"all {len(everything)} chats are longer than data.max_length={config.data.max_length} tokens")
-    model = load_decoder(folder, pick_dtype(config.model.dtype, device), device, config.model.quantization)
+    longest = max(len(ids) for ids, _ in chats)
+    model = load_model(
+        folder, pick_dtype(config.model.dtype, device), device, config.model.quantization, longest=longest
+    )
+    if longest > model.config.max_position:
+        raise ConfigError(
+            f"data.max_length={config.data.max_length}: the longest chat has {longest} tokens, {config.model.path} can do at most "
+            f"{model.config.max_position}; set data.max_length={model.config.max_position} to leave out what is longer"
+        )
     adapters = {DEFAULT_ADAPTER: create_adapter(model, config.lora, config.trainer.seed)} if config.lora.rank else {}
     # On a GPU a step is one micro-batch where memory allows it.
     learner = Learner(model, adapters, config.data.batch_tokens * 2 if device.type == "cuda" else None)
@@ -285,7 +293,7 @@ def run_sft(config: SftConfig, log: Callable[[str], None] = print) -> dict[str, 
         )
         result["peft_logit_gap"] = save_adapter(adapters[DEFAULT_ADAPTER], out, config.lora, context)
     else:
-        save_decoder(model, folder, out)
+        save_model(model, folder, out)
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     log(f"saved {'adapter' if adapters else 'model'} to {out}")
     return result

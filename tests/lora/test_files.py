@@ -155,7 +155,6 @@ FEATURES = {
     "use_dora": True,
     "modules_to_save": ["lm_head"],
     "bias": "all",
-    "fan_in_fan_out": True,
     "peft_type": "IA3",
     "init_lora_weights": "pissa_niter_4",
     "alora_invocation_tokens": [1, 2],

@@ -8,7 +8,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB, build
-from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+)
 
 from rllm.errors import ConfigError, ModelError
 from rllm.lora import merge_check
@@ -28,6 +36,7 @@ SIZES = {
 OTHERS = {
     "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, ["query_key_value", "dense_h_to_4h", "dense"]),
     "gemma": (GemmaForCausalLM, GemmaConfig, "all-linear"),
+    "gpt2": (GPT2LMHeadModel, GPT2Config, "all-linear"),
 }
 
 
@@ -90,7 +99,7 @@ def pair(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt_neox", "gemma"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt_neox", "gemma", "gpt2"])
 def test_the_merged_model_gives_the_logits_of_peft_over_the_base(pair, tmp_path, kind, tied):
     base, adapter = pair(kind, tie_word_embeddings=tied)
     result = merge_adapter(adapter, base, tmp_path / "merged")
@@ -244,7 +253,7 @@ def edit_config(folder, **values):
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
-FEATURES = {"use_dora": True, "modules_to_save": ["lm_head"], "bias": "lora_only", "fan_in_fan_out": True}
+FEATURES = {"use_dora": True, "modules_to_save": ["lm_head"], "bias": "lora_only"}
 
 
 @pytest.mark.parametrize(("feature", "value"), FEATURES.items())

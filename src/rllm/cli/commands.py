@@ -216,11 +216,14 @@ def sft(
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON")] = False,
+    model: Annotated[str, typer.Option(help="Folder or hub id of the model to try, or default")] = "default",
+) -> None:
     """Say what this machine can run and what to mend; exit code 1 if the default backend cannot run."""
     from rllm.doctor import as_text, examine
 
-    report = examine()
+    report = examine(model)
     typer.echo(json.dumps(report.to_dict(), indent=2) if as_json else as_text(report))
     if not report.can_run:
         raise typer.Exit(1)

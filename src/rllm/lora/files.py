@@ -31,7 +31,6 @@ _PREFIX = "base_model.model."
 _REFUSED: dict[str, Any] = {
     "use_dora": False,
     "modules_to_save": None,
-    "fan_in_fan_out": False,
     "layer_replication": None,
     "lora_bias": False,
     "use_qalora": False,
@@ -49,10 +48,17 @@ _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def write_adapter(
-    adapter: LoraAdapter, folder: Path, *, base: str, settings: LoraSettings, names: Sequence[str]
+    adapter: LoraAdapter,
+    folder: Path,
+    *,
+    base: str,
+    settings: LoraSettings,
+    names: Sequence[str],
+    fan_in_fan_out: bool = False,
 ) -> None:
-    """Write `adapter` as a PEFT folder; `settings` are those it was made by, `names` all linear layers of the model. Refuses values that are not finite. The adapter appears complete or not at all; other files
-    that `folder` may hold stay."""
+    """Write `adapter` as a PEFT folder; `settings` are those it was made by, `names` all linear layers of the model, `fan_in_fan_out`
+    whether these keep their weights as [in, out] (A and B are the same either way). Refuses values that are not finite. The adapter
+    appears complete or not at all; other files that `folder` may hold stay."""
     tensors: dict[str, Tensor] = {}
     for name in adapter.modules_adapted:
         for letter, matrix in zip("AB", adapter.matrices(name), strict=True):
@@ -77,7 +83,7 @@ def write_adapter(
         "bias": "none",
         "use_rslora": adapter.rslora,
         "use_dora": False,
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": fan_in_fan_out,
         "init_lora_weights": True,
         "modules_to_save": None,
         "inference_mode": True,

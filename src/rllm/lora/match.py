@@ -17,20 +17,26 @@ T = TypeVar("T")
 
 ALL_LINEAR = "all-linear"
 OUTPUT_HEAD = "lm_head"
+# What architectures call the two halves of a layer, for the switches ``train_attn`` and ``train_mlp``.
+_HALVES = {
+    "train_attn": ("self_attn", "attn", "attention", "self_attention"),
+    "train_mlp": ("mlp", "feed_forward", "feedforward", "ffn", "block_sparse_moe"),
+}
 
 
 def match_modules(
     names: Sequence[str],
     target: str | Sequence[str] = ALL_LINEAR,
     exclude: str | Sequence[str] | None = None,
+    head: str = OUTPUT_HEAD,
 ) -> list[str]:
     """The names that are adapted, in the order of `names`.
 
-    A string is a regular expression that must match the whole dotted name, ``all-linear`` means every layer but the output head; a
+    A string is a regular expression that must match the whole dotted name, ``all-linear`` means every layer but the output `head`; a
     list holds names or dotted suffixes. Exclusion follows the same rules and wins. An entry that matches nothing is an error.
     """
     if target == ALL_LINEAR:
-        chosen = [name for name in names if name.rpartition(".")[2] != OUTPUT_HEAD]
+        chosen = [name for name in names if not _is_suffix(name, head)]
     elif isinstance(target, str):
         pattern = _compile(target, "target_modules")
         chosen = [name for name in names if pattern.fullmatch(name)]
@@ -54,14 +60,21 @@ def match_modules(
     return left
 
 
-def adapted_modules(names: Sequence[str], settings: LoraSettings) -> list[str]:
+def adapted_modules(names: Sequence[str], settings: LoraSettings, head: str = OUTPUT_HEAD) -> list[str]:
     """The names that the settings of one adapter choose: targets less excludes, then the three ``train_`` switches (Tinker's way of
     saying it: attention, MLP, output head). A pattern for ranks or alphas that fits none of them is an error."""
-    chosen = match_modules(names, settings.target_modules, settings.exclude_modules)
-    off = [part for part, on in ((".self_attn.", settings.train_attn), (".mlp.", settings.train_mlp)) if not on]
-    chosen = [name for name in chosen if not any(part in f".{name}." for part in off)]
-    if settings.train_unembed and OUTPUT_HEAD in names and OUTPUT_HEAD not in chosen:
-        chosen.append(OUTPUT_HEAD)
+    chosen = match_modules(names, settings.target_modules, settings.exclude_modules, head)
+    for switch, halves in _HALVES.items():
+        if not getattr(settings, switch):
+            ours = {name for name in names if not set(halves).isdisjoint(name.split("."))}
+            if not ours:
+                raise ConfigError(
+                    f"lora.{switch}=false: no module of this model is below one called {', '.join(halves)}, so it cannot be told what "
+                    f"to leave out; use lora.exclude_modules. The model has {', '.join(leaf_names(names))}"
+                )
+            chosen = [name for name in chosen if name not in ours]
+    if settings.train_unembed and head in names and head not in chosen:
+        chosen.append(head)
     if not chosen:
         raise ConfigError(
             f"lora.target_modules={settings.target_modules!r} with train_attn={settings.train_attn}, train_mlp={settings.train_mlp}, "

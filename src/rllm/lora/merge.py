@@ -92,7 +92,9 @@ def merge_adapter(adapter: Path, base: Path, out: Path, options: MergeOptions | 
     _check_base(adapter, base)
     config = _read_config(base)
     refuse_unnoticed_code(base, config, options.trust_remote_code)
-    ties = _model_ties(base, matrices, options.trust_remote_code)
+    ties, turned = _model_facts(base, matrices, options.trust_remote_code)
+    # ``(B A)^T = A^T B^T``: what is added to a weight that is kept as [in, out].
+    matrices = {name: (b.t(), a.t(), s) if name in turned else (a, b, s) for name, (a, b, s) in matrices.items()}
     sources, untied = plan(places, matrices, ties, options.dtype)
     shards = plan_shards({name: source.nbytes() for name, source in sources.items()}, options.max_shard_bytes)
     result = Merged(
@@ -162,10 +164,13 @@ def _read_config(base: Path) -> dict[str, Any]:
     return config
 
 
-def _model_ties(base: Path, modules: Mapping[str, Any], trust_remote_code: bool) -> Mapping[str, str]:
-    """The tied weights of the model (name -> the one it shares), which is built without memory to see that the adapted modules are
-    linear layers of it."""
+def _model_facts(
+    base: Path, modules: Mapping[str, Any], trust_remote_code: bool
+) -> tuple[Mapping[str, str], frozenset[str]]:
+    """(tied weights of the model: name -> the one it shares, adapted modules that keep their weight as [in, out]); it is built without
+    memory to see that the adapted modules are linear layers of it."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.pytorch_utils import Conv1D
 
     try:
         config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
@@ -173,6 +178,7 @@ def _model_ties(base: Path, modules: Mapping[str, Any], trust_remote_code: bool)
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # the loaders raise many kinds
         raise ModelError(f"base: transformers makes no causal language model of {base}: {error}") from error
+    turned = set()
     for name in modules:
         try:
             module = model.get_submodule(name)
@@ -180,9 +186,11 @@ def _model_ties(base: Path, modules: Mapping[str, Any], trust_remote_code: bool)
             raise ModelError(
                 f"base: {type(model).__name__} has no module {name!r}; is it an adapter of another base?"
             ) from None
-        if not isinstance(module, torch.nn.Linear):
+        if isinstance(module, Conv1D):
+            turned.add(name)
+        elif not isinstance(module, torch.nn.Linear):
             raise ModelError(f"base: {name} is a {type(module).__name__}; only adapters of linear layers are merged")
-    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+    return dict(getattr(model, "all_tied_weights_keys", None) or {}), frozenset(turned)
 
 
 def _write_config(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | None, untied: bool) -> None:

@@ -59,6 +59,7 @@ class ConsoleTracker:
         formula = " = sum of rank x (in + out)" if facts.get("adapters") else ""
         rows = {
             "model": f"{facts['model']}, {facts['parameters']:,} parameters, {facts['dtype']} on {facts['device']}",
+            **({"path": facts["path"]} if "path" in facts else {}),
             "base": f"fingerprint {facts.get('base_fingerprint', '?')}",
             "method": facts["method"],
             "trained": f"{facts['trainable']:,} parameters ({share:.2f} %){formula}",

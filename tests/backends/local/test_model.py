@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import VOCAB, random_adapter, with_peft
 
-from rllm.backends.local.loading import load_decoder, load_tokenizer, resolve_model, save_decoder
+from rllm.backends.local.loading import load_decoder, load_tokenizer, resolve_model, save_model
 from rllm.backends.local.model import FusedLinear, PackedCausal
 from rllm.errors import ModelError
 
@@ -113,7 +113,7 @@ def test_a_saved_model_loads_in_transformers_and_here(make, tmp_path):
     from transformers import AutoModelForCausalLM
 
     model, decoder, folder = make("qwen3", tie_word_embeddings=False)
-    save_decoder(decoder, folder, tmp_path / "out")
+    save_model(decoder, folder, tmp_path / "out")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     (ids,) = sequences([9])
     with torch.no_grad():
@@ -126,14 +126,14 @@ def test_a_model_saved_over_a_sharded_one_is_the_one_that_loads(make, tmp_path, 
 
     _, decoder, folder = make("qwen3")
     monkeypatch.setattr(loading, "MAX_SHARD_BYTES", 20_000)
-    save_decoder(decoder, folder, tmp_path / "out")
+    save_model(decoder, folder, tmp_path / "out")
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
     (ids,) = sequences([9])
     assert torch.equal(packed_logits(load_decoder(tmp_path / "out"), [ids])[0], packed_logits(decoder, [ids])[0])
     monkeypatch.undo()
     with torch.no_grad():
         decoder.final_norm.mul_(2.0)
-    save_decoder(decoder, folder, tmp_path / "out")
+    save_model(decoder, folder, tmp_path / "out")
     # Shards of the earlier save lie beside the new file and must not be read.
     assert torch.equal(packed_logits(load_decoder(tmp_path / "out"), [ids])[0], packed_logits(decoder, [ids])[0])
 
@@ -167,7 +167,7 @@ def test_an_unsupported_architecture_is_refused_with_the_supported_ones(tmp_path
     from transformers import GPT2Config
 
     GPT2Config().save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"'gpt2'; the local backend runs llama, mistral, qwen2, qwen3"):
+    with pytest.raises(ModelError, match=r"'gpt2', and the decoder is for llama, mistral, qwen2, qwen3"):
         load_decoder(tmp_path)
 
 

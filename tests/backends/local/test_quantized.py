@@ -14,7 +14,7 @@ from tiny_models import build, random_adapter
 from rllm.backends.base import AdamParams, Datum, LossSpec, SamplingParams
 from rllm.backends.local import adapters, quantized
 from rllm.backends.local.backend import LocalBackend
-from rllm.backends.local.loading import DEFAULT_MODEL, load_decoder, load_tokenizer, save_decoder
+from rllm.backends.local.loading import DEFAULT_MODEL, load_decoder, load_tokenizer, save_model
 from rllm.backends.local.model import BLOCKS, FusedLinear, PackedCausal
 from rllm.config.load import load_config
 from rllm.config.schema import Config
@@ -151,7 +151,7 @@ def test_counts_memory_and_fingerprint_are_those_of_what_is_kept(pair_of, nf4):
 def test_a_full_save_is_refused_by_name(pair_of, tmp_path):
     packed, _ = pair_of("qwen3")
     with pytest.raises(ModelError, match=r"model\.quantization=nf4.*cannot be saved as a full model.*rllm merge"):
-        save_decoder(packed, tmp_path / "qwen3", tmp_path / "out")
+        save_model(packed, tmp_path / "qwen3", tmp_path / "out")
 
 
 def test_a_run_trains_publishes_and_saves_on_one_quantised_base(nf4, tmp_path, monkeypatch):

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from rllm.algorithms.spec import DEFAULT_ADAPTER
+from rllm.backends.local.language_model import LanguageModel
 from rllm.backends.local.loading import TOKENIZER_FILES
-from rllm.backends.local.model import Decoder, PackedCausal
+from rllm.backends.local.model import PackedCausal
 from rllm.config.schema import LoraConfig, LoraSettings
 from rllm.errors import ModelError
 from rllm.lora.adapter import LoraAdapter
@@ -44,7 +45,7 @@ _VERSIONED = ("torch", "transformers", "peft")
 _TARGET_KEYS = ("target_modules", "exclude_modules", "train_attn", "train_mlp", "train_unembed")
 
 
-def create_adapters(model: Decoder, lora: LoraConfig, seed: int) -> dict[str, LoraAdapter]:
+def create_adapters(model: LanguageModel, lora: LoraConfig, seed: int) -> dict[str, LoraAdapter]:
     """Every adapter that `lora` asks for by name. Each has its own A, which depends on `seed` and its name alone."""
     return {
         name: create_adapter(model, settings, seed if name == DEFAULT_ADAPTER else seed + zlib.crc32(name.encode()))
@@ -52,7 +53,7 @@ def create_adapters(model: Decoder, lora: LoraConfig, seed: int) -> dict[str, Lo
     }
 
 
-def create_adapter(model: Decoder, settings: LoraSettings, seed: int) -> LoraAdapter:
+def create_adapter(model: LanguageModel, settings: LoraSettings, seed: int) -> LoraAdapter:
     """The adapter that `settings` ask for: fresh, or the one of ``adapter_path``, whose rank, scale and modules then count."""
     shapes = model.linear_shapes()
     names = list(shapes)
@@ -65,7 +66,12 @@ def create_adapter(model: Decoder, settings: LoraSettings, seed: int) -> LoraAda
     if saved and untouched and set(matrices) <= set(names):
         modules = [name for name in names if name in matrices]
     else:
-        modules = adapted_modules(names, settings)
+        modules = adapted_modules(names, settings, model.head_name)
+    if idle := model.idle(modules):
+        logger.warning(
+            "lora.target_modules: text does not go through %d of the %d modules (e.g. %s): their adapters stay as they start (lora.exclude_modules leaves them out)",
+            len(idle), len(modules), idle[0],
+        )  # fmt: skip
     adapter = LoraAdapter(
         shapes,
         modules,
@@ -94,7 +100,7 @@ def create_adapter(model: Decoder, settings: LoraSettings, seed: int) -> LoraAda
 class SaveContext:
     """What a saved adapter is told to say of itself: its base, and facts for the model card (step, metrics, ...)."""
 
-    model: Decoder
+    model: LanguageModel
     folder: Path
     model_name: str
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -109,7 +115,9 @@ def save_adapter(adapter: LoraAdapter, path: Path, settings: LoraSettings, conte
     """
     model, folder = context.model, context.folder
     base = str(folder) if context.model_name == "default" else context.model_name
-    write_adapter(adapter, path, base=base, settings=settings, names=list(model.linear_shapes()))
+    write_adapter(
+        adapter, path, base=base, settings=settings, names=list(model.linear_shapes()), fan_in_fan_out=model.conv1d
+    )
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, path / name)

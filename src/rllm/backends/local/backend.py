@@ -34,13 +34,15 @@ from rllm.backends.local import cores
 from rllm.backends.local.adapters import SaveContext, create_adapters, save_adapter
 from rllm.backends.local.engine import Engine
 from rllm.backends.local.facts import describe
+from rllm.backends.local.language_model import LanguageModel
 from rllm.backends.local.learner import Learner, Policy
 from rllm.backends.local.loading import (
     end_of_turn_ids,
-    load_decoder,
+    load_model,
     load_tokenizer,
     resolve_model,
-    save_decoder,
+    save_model,
+    wanted_length,
 )
 from rllm.backends.local.model import Decoder
 from rllm.backends.local.teacher import check_length, load_teacher
@@ -65,7 +67,7 @@ class LocalBackend:
         self,
         config: Config,
         folder: Path,
-        model: Decoder,
+        model: LanguageModel,
         tokenizer: Any,
         adapters: dict[str, LoraAdapter],
         teacher: Policy | None = None,
@@ -106,7 +108,7 @@ class LocalBackend:
         dtype = pick_dtype(config.model.dtype, device)
         folder = resolve_model(config.model.path)
         tokenizer = load_tokenizer(folder)
-        model = load_decoder(folder, dtype, device, config.model.quantization)
+        model = load_model(folder, dtype, device, config.model.quantization, wanted_length(config))
         if len(tokenizer) > model.config.vocab_size:
             raise ModelError(
                 f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, the model {model.config.vocab_size}"
@@ -200,7 +202,7 @@ class LocalBackend:
         if not self.adapters:
             if not all(bool(torch.isfinite(tensor).all()) for _, tensor in self.model.hf_tensors()):
                 raise ModelError("model not saved: it holds weights that are not finite")
-            save_decoder(self.model, self.folder, path)
+            save_model(self.model, self.folder, path)
             return {"model": path}
         context = SaveContext(
             self.model, self.folder, self.model_name, {"policy version": self.policy_version, **(facts or {})}
@@ -275,11 +277,16 @@ class LocalBackend:
         if self.config.rollout.engine == "vllm":
             from rllm.backends.local.vllm_engine import VllmEngine
 
+            if not isinstance(self.model, Decoder):
+                raise ConfigError(
+                    f"rollout.engine=vllm: built for the architectures of the fast path, and {self.model_name} takes the plain one; leave "
+                    "rollout.engine out"
+                )
             ranks = [r for adapter in self.adapters.values() for own in adapter.part_ranks().values() for r in own]
             return VllmEngine(
                 self.model, folder=self.folder, rank=max(ranks, default=0), adapters=len(self.adapters), **settings
             )
-        return _engine_class(self.model)(self.model, **settings)
+        return engine_class(self.model)(self.model, **settings)
 
     def _publish_to_engine(self) -> None:
         # Full fine-tuning trains the sampled tensors themselves: publishing only counts the version.
@@ -289,7 +296,12 @@ class LocalBackend:
         self.published_bytes = sum(pairs.nbytes for pairs in newest.values())
 
 
-def _engine_class(model: Decoder) -> type[Engine]:
+def engine_class(model: LanguageModel) -> type[Engine]:
+    """The sampler for a model."""
+    if not isinstance(model, Decoder):
+        from rllm.backends.local.plain.engine import PlainEngine
+
+        return PlainEngine
     if not model.fused:
         return Engine
     from rllm.backends.local.cuda.engine import CudaEngine
@@ -325,7 +337,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def max_model_len(config: Config, model: Decoder) -> int:
+def max_model_len(config: Config, model: LanguageModel) -> int:
     """Longest sequence: what the config says, or prompt + response limits; never more than the model can do."""
     able = min(model.config.max_position, model.config.attention_window or model.config.max_position)
     wanted = config.model.max_model_len

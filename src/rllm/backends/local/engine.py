@@ -11,8 +11,8 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -23,9 +23,10 @@ from rllm.backends.base import BASE, Completion, FinishReason, OnToken, Sampling
 from rllm.backends.local import cores
 from rllm.backends.local.handover import outbox_of_running_loop
 from rllm.backends.local.kv_cache import DecodeAttention, KVCache, default_kv_bytes
-from rllm.backends.local.model import Attend, Decoder, LowRank, PackedCausal
+from rllm.backends.local.language_model import Attend, LanguageModel, LowRank
+from rllm.backends.local.model import Decoder, PackedCausal
+from rllm.backends.local.requests import Request, check_params, fail, finish
 from rllm.backends.local.sampling import BatchParams, sample, uniforms
-from rllm.config.schema import MIN_TEMPERATURE
 from rllm.lora.adapter import LowRankPairs
 
 # Prompt tokens read at once: on CPU few enough for the activations to stay in its caches, on CUDA enough to fill the device.
@@ -36,33 +37,6 @@ PREFIX_CACHE_BYTES = 256 * 2**20
 MERGED_BYTES = 256 * 2**20
 # How much text is decoded again to look for stop strings that span tokens.
 STOP_TAIL_TOKENS = 16
-
-
-@dataclass(eq=False)
-class Request:
-    """One completion under way."""
-
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    adapter: str
-    limit: int
-    seed: int
-    future: Future[Completion]
-    uniforms: np.ndarray
-    on_token: OnToken | None = None
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    @property
-    def position(self) -> int:
-        """Where the last sampled token stands in the sequence."""
-        return len(self.prompt) + len(self.ids) - 1
-
-    @property
-    def final_length(self) -> int:
-        """The most tokens the sequence can come to."""
-        return len(self.prompt) + self.limit
 
 
 @dataclass
@@ -89,9 +63,12 @@ class Engine:
     requests wait when the batch could outgrow it (one request always runs); default: a share of the device's memory.
     """
 
+    prefix_cache_bytes = PREFIX_CACHE_BYTES
+    """The most that prompts kept for later requests take."""
+
     def __init__(
         self,
-        model: Decoder,
+        model: LanguageModel,
         *,
         eos_ids: Sequence[int],
         max_batch: int,
@@ -125,6 +102,7 @@ class Engine:
 
     def _prepare(self) -> None:
         """Room for the running batch."""
+        assert isinstance(self.model, Decoder)
         self._cache = KVCache(self.model.config, self.model.dtype, self.model.device, self.max_model_len, self.kv_bytes)
         self._prefixes: OrderedDict[_PromptKey, _Prefix] = OrderedDict()
         self._prefix_bytes = 0
@@ -141,7 +119,7 @@ class Engine:
 
         Raises ValueError for what cannot be sampled (adapter, prompt or params), RuntimeError after `close`.
         """
-        _check_params(params)
+        check_params(params)
         if params.stop and self.decode is None:
             raise ValueError("stop strings need an engine that can turn ids into text (decode=); use stop_token_ids")
         if not prompt_ids:
@@ -274,6 +252,7 @@ class Engine:
     def _hidden(self, adapter: str, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Final hidden states of tokens under an adapter."""
         model, lora = self.model, self.adapters[adapter]
+        assert isinstance(model, Decoder)
         if lora is None or model.device.type != "cpu" or model.dtype != torch.float32 or model.quantized:
             return model(ids, positions, attend, lora)
         if adapter not in self._merged:
@@ -325,7 +304,7 @@ class Engine:
             request = self._waiting[0]
             if not request.future.cancelled():
                 longest = max(longest, request.final_length)
-                if rows > 1 and self._cache.nbytes_of(rows, longest) > self.kv_bytes:
+                if rows > 1 and self.kv_bytes_of(rows, longest) > self.kv_bytes:
                     break
                 fresh.append(request)
             self._waiting.popleft()
@@ -370,11 +349,11 @@ class Engine:
             else:
                 missing.setdefault(key[0], []).append(key[1])
         for adapter, prompts in missing.items():
-            for batch in _by_budget(prompts, PREFILL_TOKENS[self.model.device.type]):
+            for batch in by_budget(prompts, PREFILL_TOKENS[self.model.device.type]):
                 for prompt, prefix in zip(batch, self._prefill_batch(batch, adapter), strict=True):
                     found[adapter, prompt] = self._prefixes[adapter, prompt] = prefix
                     self._prefix_bytes += prefix.nbytes
-        while self._prefix_bytes > PREFIX_CACHE_BYTES:
+        while self._prefix_bytes > self.prefix_cache_bytes:
             self._prefix_bytes -= self._prefixes.popitem(last=False)[1].nbytes
         return found
 
@@ -441,7 +420,7 @@ class Engine:
         if request.on_token is not None:
             request.on_token(token, logprob)
         if reason is not None:
-            _finish(request, reason)
+            finish(request, reason)
         return reason is not None
 
     def _finish_reason(self, request: Request) -> FinishReason | None:
@@ -471,24 +450,11 @@ class Engine:
         self._set_running(running)
 
 
-def _check_params(params: SamplingParams) -> None:
-    if not (params.temperature == 0 or MIN_TEMPERATURE <= params.temperature < math.inf):
-        raise ValueError(
-            f"temperature is {params.temperature}; allowed: 0 (greedy) or a finite number from {MIN_TEMPERATURE} on"
-        )
-    if not 0 < params.top_p <= 1:
-        raise ValueError(f"top_p is {params.top_p}; allowed: above 0 up to 1 (1: off)")
-    if params.top_k < 0:
-        raise ValueError(f"top_k is {params.top_k}; allowed: 0 (off) or a positive number")
-    if "" in params.stop:
-        raise ValueError("a stop string is empty; leave it out")
-
-
 def _unknown_adapter(name: str, published: Mapping[str, object]) -> ValueError:
     return ValueError(f"unknown adapter {name!r}; published are {', '.join(sorted(published))}")
 
 
-def _by_budget(prompts: list[tuple[int, ...]], tokens: int) -> Iterator[list[tuple[int, ...]]]:
+def by_budget(prompts: list[tuple[int, ...]], tokens: int) -> Iterator[list[tuple[int, ...]]]:
     """Batches of prompts of like length, each at most `tokens` when padded to its longest (or one prompt)."""
     batch: list[tuple[int, ...]] = []
     for prompt in sorted(prompts, key=len):
@@ -496,18 +462,5 @@ def _by_budget(prompts: list[tuple[int, ...]], tokens: int) -> Iterator[list[tup
             yield batch
             batch = []
         batch.append(prompt)
-    yield batch
-
-
-def _finish(request: Request, reason: FinishReason) -> None:
-    try:
-        request.future.set_result(Completion(request.ids, request.logprobs, request.versions, reason))
-    except InvalidStateError:  # cancelled in this very moment
-        pass
-
-
-def fail(request: Request, error: Exception) -> None:
-    try:
-        request.future.set_exception(error)
-    except InvalidStateError:
-        pass
+    if batch:
+        yield batch

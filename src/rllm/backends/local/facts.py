@@ -11,19 +11,19 @@ from typing import Any
 import torch
 
 from rllm.backends.local.adapters import target_counts
-from rllm.backends.local.engine import PREFIX_CACHE_BYTES, Engine
-from rllm.backends.local.learner import Learner, activation_bytes_per_token
-from rllm.backends.local.model import Decoder
+from rllm.backends.local.engine import Engine
+from rllm.backends.local.language_model import LanguageModel
+from rllm.backends.local.learner import Learner
 from rllm.config.schema import Config, LoraSettings
 from rllm.lora.adapter import LoraAdapter
-from rllm.lora.match import adapted_modules, by_pattern
+from rllm.lora.match import OUTPUT_HEAD, adapted_modules, by_pattern
 
 FLOAT32_BYTES = 4
 # AdamW keeps two moments a parameter, in float32 like the parameters it steps.
 ADAM_MOMENTS = 2
 
 
-def describe(config: Config, model: Decoder, learner: Learner, engine: Engine) -> dict[str, Any]:
+def describe(config: Config, model: LanguageModel, learner: Learner, engine: Engine) -> dict[str, Any]:
     """Facts for the banner and run.json. Raises if what is trained is not what the config asks for."""
     base = model.parameter_count()
     trained = sum(parameter.numel() for parameter in learner.trainable())
@@ -32,6 +32,7 @@ def describe(config: Config, model: Decoder, learner: Learner, engine: Engine) -
         "device": str(model.device),
         "dtype": _name(model.dtype),
         "quantization": config.model.quantization,
+        "path": model.path,
         "parameters": base,
         "trainable": trained,
         "base_fingerprint": model.fingerprint(),
@@ -57,7 +58,7 @@ def describe(config: Config, model: Decoder, learner: Learner, engine: Engine) -
     }
 
 
-def _adapter_facts(model: Decoder, settings: LoraSettings, adapter: LoraAdapter) -> dict[str, Any]:
+def _adapter_facts(model: LanguageModel, settings: LoraSettings, adapter: LoraAdapter) -> dict[str, Any]:
     return {
         "rank": adapter.rank,
         "alpha": adapter.alpha,
@@ -65,19 +66,19 @@ def _adapter_facts(model: Decoder, settings: LoraSettings, adapter: LoraAdapter)
         "targets": target_counts(adapter),
         "trainable": adapter.parameter_count(),
         # A file decides its ranks itself, so only fresh adapters can be held against the config.
-        "formula": None if settings.adapter_path else formula_count(model.linear_shapes(), settings),
+        "formula": None if settings.adapter_path else formula_count(model.linear_shapes(), settings, model.head_name),
     }
 
 
-def formula_count(shapes: dict[str, tuple[int, int]], settings: LoraSettings) -> int:
+def formula_count(shapes: dict[str, tuple[int, int]], settings: LoraSettings, head: str = OUTPUT_HEAD) -> int:
     """``sum of rank * (in + out)`` over the modules that `settings` choose, from the shapes alone."""
     return sum(
         by_pattern(settings.rank_pattern, name, settings.rank) * sum(shapes[name])
-        for name in adapted_modules(list(shapes), settings)
+        for name in adapted_modules(list(shapes), settings, head)
     )
 
 
-def memory_bytes(config: Config, model: Decoder, learner: Learner, engine: Engine) -> dict[str, int]:
+def memory_bytes(config: Config, model: LanguageModel, learner: Learner, engine: Engine) -> dict[str, int]:
     """Estimate by part; activations and keys/values are the most that they are allowed to take."""
     trained = sum(parameter.numel() for parameter in learner.trainable())
     masters = trained * FLOAT32_BYTES if learner.adapters or learner.masters else 0
@@ -91,8 +92,9 @@ def memory_bytes(config: Config, model: Decoder, learner: Learner, engine: Engin
         "trained weights": masters,
         "gradients": trained * FLOAT32_BYTES,
         "optimizer": trained * ADAM_MOMENTS * FLOAT32_BYTES,
-        "activations up to": learner.micro_batch_tokens * activation_bytes_per_token(model),
-        "keys and values up to": min(engine.kv_bytes, engine.kv_bytes_of(sequences, longest)) + PREFIX_CACHE_BYTES,
+        "activations up to": learner.micro_batch_tokens * model.activation_bytes_per_token,
+        "keys and values up to": min(engine.kv_bytes, engine.kv_bytes_of(sequences, longest))
+        + engine.prefix_cache_bytes,
     }
 
 

@@ -29,7 +29,8 @@ from rllm.backends.base import (
     Scored,
     initial_of,
 )
-from rllm.backends.local.model import HEAD, Decoder, LowRank, PackedCausal
+from rllm.backends.local.language_model import LanguageModel, LowRank
+from rllm.backends.local.model import HEAD, Decoder, PackedCausal
 from rllm.backends.local.ops import rms_norm
 from rllm.backends.local.packing import Packed, micro_batches, pack
 from rllm.backends.local.sums import Sums
@@ -49,7 +50,7 @@ CPU_ACTIVATION_BYTES = 2 * 2**30
 GPU_ACTIVATION_SHARE = 0.25
 
 K = TypeVar("K", bound=Hashable)
-Policy = tuple[Decoder, LowRank | None]
+Policy = tuple[LanguageModel, LowRank | None]
 """(weights, low-rank updates of them)"""
 
 
@@ -64,11 +65,11 @@ class Learner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: LanguageModel,
         adapters: Mapping[str, LoraAdapter],
         micro_batch_tokens: int | None = None,
         frozen: Mapping[str, LowRank | None] | None = None,
-        start: Decoder | None = None,
+        start: LanguageModel | None = None,
         teacher: Policy | None = None,
     ):
         """`frozen` adapters and the `teacher` can be asked for log-probabilities only. `start`: with full fine-tuning, a copy of the
@@ -87,7 +88,7 @@ class Learner:
         self._layers: LayerGraphs | None = None
         self._room: TrainingRoom | None = None
         self._gradients: dict[torch.nn.Parameter, Tensor] = {}
-        if model.fused:
+        if isinstance(model, Decoder) and model.fused:
             from rllm.backends.local.cuda.graphs import LayerGraphs
             from rllm.backends.local.cuda.space import room_of
 
@@ -143,6 +144,7 @@ class Learner:
 
     def _prepare_gradients(self) -> None:
         """Give the weights of the layers float32 gradients to add to: those of their masters."""
+        assert isinstance(self.model, Decoder)
         for layer in self.model.layers:
             for weight in layer.parameters():
                 master = self.masters.get(weight, weight)
@@ -259,7 +261,11 @@ class Learner:
             by_key.setdefault(key(datum), []).append(i)
         for shared, rows in by_key.items():
             for batch in micro_batches(
-                data, rows, self.micro_batch_tokens, share=self.shares_prompts and not self.model.fused
+                data,
+                rows,
+                self.micro_batch_tokens,
+                share=self.shares_prompts and self.model.shares_prompts,
+                padded=self.model.pads,
             ):
                 yield shared, batch
 
@@ -268,12 +274,16 @@ class Learner:
         device = self.model.device
         mask = torch.tensor([m for row in rows for m in row.mask], dtype=torch.bool)
         model, lora = self._policy(adapter)
-        # The CUDA kernels know sequences only.
-        packed = pack(rows, device, share=not model.fused)
+        packed = pack(rows, device, share=model.shares_prompts)
         predicting = self._hidden(model, lora, packed)
         temperatures = to_device([row.temperature for row in rows for _ in range(row.n_trained)], device)
         targets = to_device([t for row in rows for t, m in zip(row.ids, row.mask, strict=True) if m], device)
-        if model.fused and not entropy_gradient and (lora is None or lora.pair(*HEAD) is None):
+        if (
+            isinstance(model, Decoder)
+            and model.fused
+            and not entropy_gradient
+            and (lora is None or lora.pair(*HEAD) is None)
+        ):
             from rllm.backends.local.cuda.head import token_logprobs
 
             logprobs, entropy = token_logprobs(model, predicting, targets, temperatures)
@@ -282,14 +292,14 @@ class Learner:
             logprobs, entropy = self._chunked_logprobs(predicting, targets, temperatures, logits, entropy_gradient)
         return _Trained(rows, mask, logprobs, entropy)
 
-    def _hidden(self, model: Decoder, lora: LowRank | None, packed: Packed) -> Tensor:
+    def _hidden(self, model: LanguageModel, lora: LowRank | None, packed: Packed) -> Tensor:
         """Final hidden states [T, hidden] from which the trained tokens are predicted."""
         ids, attend, rows = packed.ids, packed.attend, packed.predicting
         gradients = torch.is_grad_enabled()
         adds_up = lora.anchor is not None if lora is not None else bool(self._gradients)
         if self._layers is None or self._room is None or model is not self.model or (gradients and not adds_up):
             return model(ids, packed.positions, attend, lora).index_select(0, rows)
-        assert isinstance(attend, PackedCausal)  # prompts are not shared there
+        assert isinstance(model, Decoder) and isinstance(attend, PackedCausal)  # prompts are not shared there
         if lora is not None and not self._room.holds(lora):
             self._room.hold(lora)
         x = self._layers(ids, attend, lora, self._gradients or None, rows)
@@ -401,25 +411,15 @@ def _count_divergence(sums: Sums, logprobs: Tensor, old: Tensor, sampler: Tensor
     sums.maximum("sampler_gap_max", (logprobs - sampler).abs())
 
 
-def activation_bytes_per_token(model: Decoder) -> int:
-    """Bytes kept per token for the backward pass, counted with autograd's saved-tensor hooks on three shapes (within 20 %)."""
-    c = model.config
-    if model.fused:  # layer input and middle residual (float32), queries/keys/values, attention's result, gate and up
-        kept = sum(c.block_rows("qkv")) + c.block_inputs("o") + 2 * c.intermediate_size
-        return c.n_layers * (kept * model.dtype.itemsize + 8 * c.hidden_size)
-    kept = 8 * (c.hidden_size + (c.n_heads + c.n_kv_heads) * c.head_dim) + 5 * c.intermediate_size
-    return kept * c.n_layers * model.dtype.itemsize
-
-
-def _tokens_in_memory(model: Decoder) -> int:
+def _tokens_in_memory(model: LanguageModel) -> int:
     """Tokens whose activations fit the memory set aside for them."""
     budget: float = CPU_ACTIVATION_BYTES
     if model.device.type == "cuda":
         budget = GPU_ACTIVATION_SHARE * torch.cuda.get_device_properties(model.device).total_memory
-    return max(1, int(budget / activation_bytes_per_token(model)))
+    return max(1, int(budget / model.activation_bytes_per_token))
 
 
-def _float32_masters(model: Decoder) -> dict[torch.nn.Parameter, torch.nn.Parameter]:
+def _float32_masters(model: LanguageModel) -> dict[torch.nn.Parameter, torch.nn.Parameter]:
     if model.dtype == torch.float32:
         return {}
     return {p: torch.nn.Parameter(p.detach().float()) for p in model.parameters()}

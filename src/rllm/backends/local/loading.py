@@ -1,11 +1,12 @@
-"""From a model folder or hub id to a `Decoder` and a tokenizer, and back to a folder that transformers loads.
+"""From a model folder or hub id to a model and a tokenizer, and back to a folder that transformers loads.
 
-Knows the checkpoint format and which architectures are supported; nothing of LoRA or sampling.
+Knows the checkpoint format and which architectures our decoder runs; nothing of LoRA or sampling.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any, Literal
@@ -14,10 +15,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from rllm.backends.local.language_model import LanguageModel
 from rllm.backends.local.model import Decoder, DecoderConfig
+from rllm.config.schema import Config
 from rllm.errors import ModelError
 from rllm.lora.checkpoint import INDEX, SINGLE, plan_shards, weight_files, write_index
 
+logger = logging.getLogger(__name__)
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 DEFAULT_MODEL = Path(__file__).parents[2] / "models" / "default"
 MAX_SHARD_BYTES = 4 * 2**30
@@ -58,28 +62,60 @@ def resolve_model(path: str, key: str = "model.path") -> Path:
         ) from error
 
 
-def read_config(folder: Path) -> tuple[DecoderConfig, Any]:
-    """(our config, transformers config) of a model folder."""
+def read_config(folder: Path) -> Any:
+    """The transformers config of a model folder that the local backend can run, one way or the other."""
     if not (folder / "config.json").is_file():
         raise ModelError(f"model.path: {folder} has no config.json; give a folder saved with save_pretrained()")
     from transformers import AutoConfig
 
     try:
-        hf = AutoConfig.from_pretrained(folder)
+        hf = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, OSError, KeyError) as error:
         raise ModelError(f"model.path: {folder / 'config.json'} cannot be read: {error}") from error
-    if hf.model_type not in SUPPORTED:
-        raise ModelError(
-            f"model.path: {folder} is of type {hf.model_type!r}; the local backend runs {', '.join(SUPPORTED)}"
-        )
     if getattr(hf, "quantization_config", None) is not None:
         raise ModelError(f"model.path: {folder} is quantised; give the unquantised (bfloat16 or float32) checkpoint")
+    return hf
+
+
+def fast_path_missing(hf: Any, longest: int | None = None) -> str | None:
+    """Why our decoder cannot run a model with sequences of `longest` tokens; None if it can."""
+    if hf.model_type not in SUPPORTED:
+        return f"it is of type {hf.model_type!r}, and the decoder is for {', '.join(SUPPORTED)}"
     if getattr(hf, "hidden_act", "silu") != "silu":
-        raise ModelError(f"model.path: {folder} uses activation {hf.hidden_act!r}; the local backend knows 'silu'")
-    bias = bool(getattr(hf, "attention_bias", False))
+        return f"its activation is {hf.hidden_act!r}, and the decoder knows 'silu'"
+    kind = _rope(hf).get("rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        return f"its rope type {kind!r} changes with the length"
+    if (_rope(hf).get("partial_rotary_factor") or getattr(hf, "partial_rotary_factor", None) or 1.0) != 1.0:
+        return "it rotates only a part of each head"
+    window = _attention_window(hf)
+    if window is not None and longest is not None and longest > window:
+        return f"its attention sees {window} tokens, and sequences may have {longest}"
+    return None
+
+
+def wanted_length(config: Config) -> int:
+    """Tokens of the longest sequence that a config asks for."""
+    return config.model.max_model_len or config.data.max_prompt_length + config.data.max_response_length
+
+
+def _rope(hf: Any) -> dict[str, Any]:
+    rope = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
+    if "type" in rope:
+        rope.setdefault("rope_type", rope["type"])
+    return rope
+
+
+def _attention_window(hf: Any) -> int | None:
     windowed = getattr(hf, "use_sliding_window", hf.model_type == "mistral")
+    return getattr(hf, "sliding_window", None) if windowed else None
+
+
+def decoder_config(hf: Any) -> DecoderConfig:
+    """Our decoder's config for a model that it can run."""
+    bias = bool(getattr(hf, "attention_bias", False))
     heads = hf.num_attention_heads
-    config = DecoderConfig(
+    return DecoderConfig(
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
         n_layers=hf.num_hidden_layers,
@@ -94,25 +130,47 @@ def read_config(folder: Path) -> tuple[DecoderConfig, Any]:
         qkv_bias=True if hf.model_type == "qwen2" else bias,
         o_bias=bias and hf.model_type != "qwen2",
         mlp_bias=bool(getattr(hf, "mlp_bias", False)),
-        attention_window=getattr(hf, "sliding_window", None) if windowed else None,
+        attention_window=_attention_window(hf),
     )
-    return config, hf
 
 
 def rotary_frequencies(config: DecoderConfig, hf: Any) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies [head_dim / 2] and the scale of cos and sin, for every rope type transformers knows."""
-    rope = getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    """Inverse frequencies [head_dim / 2] and the scale of cos and sin, for every rope type that does not change with the length."""
+    rope = _rope(hf)
+    kind = rope.get("rope_type", "default")
     if kind == "default":
         theta = rope.get("rope_theta", getattr(hf, "rope_theta", None) or 10000.0)
         exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         return 1.0 / theta**exponent, 1.0
-    if kind in ("dynamic", "longrope"):
-        raise ModelError(f"model.path: rope type {kind!r} changes with the length; the local backend does not run it")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
     return inv_freq, float(scale)
+
+
+def load_model(
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    quantization: Literal["none", "nf4"] = "none",
+    longest: int | None = None,
+) -> LanguageModel:
+    """The model of `folder` for sequences of up to `longest` tokens (None: as many as our decoder can do): our decoder where it can run
+    it, else the plain path, which one line of warning then says."""
+    hf = read_config(folder)
+    missing = fast_path_missing(hf, longest)
+    if missing is None:
+        return load_decoder(folder, dtype, device, quantization)
+    if quantization != "none":
+        raise ModelError(
+            f"model.quantization={quantization}: {folder} takes the plain path ({missing}), which keeps no 4-bit weights; "
+            "set model.quantization=none"
+        )
+    from rllm.backends.local.plain.loading import load_plain
+
+    model = load_plain(folder, hf, dtype, torch.device(device))
+    logger.warning("model.path: %s: %s; so it takes the %s", folder, missing, model.path)
+    return model
 
 
 def load_decoder(
@@ -131,7 +189,10 @@ def load_decoder(
         model = load_decoder(folder, dtype)
         quantize_decoder(model, torch.device(device))
         return model
-    config, hf = read_config(folder)
+    hf = read_config(folder)
+    if missing := fast_path_missing(hf):
+        raise ModelError(f"model.path: {folder} cannot be run by the decoder: {missing}")
+    config = decoder_config(hf)
     inv_freq, scale = rotary_frequencies(config, hf)
     model = Decoder(config, inv_freq, scale, dtype, device)
     wanted = dict(model.hf_tensors())
@@ -199,15 +260,32 @@ def end_of_turn_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def save_decoder(model: Decoder, source: Path, out: Path, dtype: torch.dtype | None = None) -> None:
-    """Write `model` as a folder that transformers loads, with config and tokenizer files copied from `source`."""
+def save_model(model: LanguageModel, source: Path, out: Path, dtype: torch.dtype | None = None) -> None:
+    """Write `model` as a folder that transformers loads, with tokenizer files copied from `source`."""
     out.mkdir(parents=True, exist_ok=True)
+    if isinstance(model, Decoder):
+        _save_decoder(model, source, out, dtype)
+    else:
+        from rllm.backends.local.plain.loading import save_plain
+
+        clear_weights(out)
+        save_plain(model, out, dtype)
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file() and source.resolve() != out.resolve():
+            shutil.copyfile(source / name, out / name)
+
+
+def clear_weights(out: Path) -> None:
+    """What an earlier save of another shape left would be what readers take."""
+    for name in (SINGLE, INDEX):
+        (out / name).unlink(missing_ok=True)
+
+
+def _save_decoder(model: Decoder, source: Path, out: Path, dtype: torch.dtype | None) -> None:
     tensors = dict(model.hf_tensors())
     size = (dtype or model.dtype).itemsize
     shards = plan_shards({name: tensor.numel() * size for name, tensor in tensors.items()}, MAX_SHARD_BYTES)
-    # What an earlier save of another shape left would be what readers take.
-    for name in (SINGLE, INDEX):
-        (out / name).unlink(missing_ok=True)
+    clear_weights(out)
     for file, names in shards.items():
         shard = {n: tensors[n].detach().to("cpu", dtype or tensors[n].dtype).contiguous().clone() for n in names}
         save_file(shard, out / file, metadata={"format": "pt"})
@@ -217,6 +295,3 @@ def save_decoder(model: Decoder, source: Path, out: Path, dtype: torch.dtype | N
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype or model.dtype).removeprefix("torch.")
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file() and source.resolve() != out.resolve():
-            shutil.copyfile(source / name, out / name)

@@ -6,16 +6,16 @@ How tokens see each other is the caller's business (`Attend`), and so are files,
 from __future__ import annotations
 
 import copy
-import hashlib
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rllm.backends.local.language_model import Attend, Dropout, LanguageModel, LowRank
 from rllm.backends.local.ops import rms_norm, rotate, swiglu
 from rllm.backends.local.space import Space
 from rllm.backends.local.transfer import to_device
@@ -30,9 +30,6 @@ BLOCKS: dict[str, tuple[str, ...]] = {
 }
 # Where a low-rank update of the output head is found: no layer has this number.
 HEAD = (-1, "head")
-# Weights whose int64 products the fingerprint holds at once (64 MiB).
-FINGERPRINT_ELEMENTS = 8 * 2**20
-Dropout = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -71,34 +68,6 @@ class DecoderConfig:
 
     def block_has_bias(self, block: str) -> bool:
         return {"qkv": self.qkv_bias, "o": self.o_bias}.get(block, self.mlp_bias)
-
-
-class Attend(Protocol):
-    """Attention of one layer over tokens the caller has laid out.
-
-    `q` [N, heads, head_dim], `k` and `v` [N, kv_heads, head_dim], already rotated; returns [N, heads, head_dim].
-    """
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
-
-
-class LowRank(Protocol):
-    """The low-rank updates in force: for (layer, fused block) the pair ``A`` [R, in], ``B`` [out, R] (scaling inside B), or None.
-
-    `dropout`, if any, is applied to what goes into A. `riding`: A and B also stand around the weights (`Space`).
-    """
-
-    dropout: Dropout | None
-    anchor: Tensor | None
-    riding: bool
-    ranks: Mapping[tuple[int, str], tuple[int, ...]]
-    flat: Tensor
-
-    def pair(self, layer: int, block: str) -> tuple[Tensor, Tensor] | None: ...
-
-    def part_ranks(self, layer: int, block: str) -> tuple[int, ...]: ...
-
-    def sums(self, layer: int, block: str) -> tuple[Tensor, Tensor] | None: ...
 
 
 class FusedLinear(nn.Module):
@@ -196,9 +165,10 @@ class DecoderLayer(nn.Module):
         return x + product("down", swiglu(product("gate_up", h)))
 
 
-class Decoder(nn.Module):
-    """The whole model. Parameters are frozen until `full_finetuning()`; names on disk are Hugging Face's (`hf_tensors`)."""
+class Decoder(LanguageModel):
+    """The whole model. Names on disk are Hugging Face's (`hf_tensors`)."""
 
+    config: DecoderConfig
     inv_freq: Tensor
 
     def __init__(
@@ -230,6 +200,11 @@ class Decoder(nn.Module):
         # Where the CUDA path keeps the adapter in training, around those weights.
         self.room: object = None
         self.fused = fused_path_missing(config, torch.device(device), dtype) is None
+        self.shares_prompts = not self.fused  # the CUDA kernels know sequences only
+
+    @property
+    def path(self) -> str:
+        return "own decoder, fused CUDA kernels" if self.fused else "own decoder"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -281,6 +256,18 @@ class Decoder(nn.Module):
         return result
 
     @property
+    def activation_bytes_per_token(self) -> int:
+        """Counted with autograd's saved-tensor hooks on three shapes (within 20 %)."""
+        c = self.config
+        if (
+            self.fused
+        ):  # layer input and middle residual (float32), queries/keys/values, attention's result, gate and up
+            kept = sum(c.block_rows("qkv")) + c.block_inputs("o") + 2 * c.intermediate_size
+            return c.n_layers * (kept * self.dtype.itemsize + 8 * c.hidden_size)
+        kept = 8 * (c.hidden_size + (c.n_heads + c.n_kv_heads) * c.head_dim) + 5 * c.intermediate_size
+        return kept * c.n_layers * self.dtype.itemsize
+
+    @property
     def output_weight(self) -> Tensor:
         """[vocab, hidden]; the embeddings where the two are tied."""
         return self.embed if self.head is None else self.head
@@ -292,20 +279,10 @@ class Decoder(nn.Module):
 
     def parameter_count(self) -> int:
         """Weights of the model, however few bits each is kept in."""
-        count = sum(parameter.numel() for parameter in self.parameters())
+        count = super().parameter_count()
         if self.quantized:  # then the matrices of the layers are no parameters
             count += sum(rows * columns for name, (columns, rows) in self.linear_shapes().items() if name != "lm_head")
         return count
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the weights as they are kept."""
-        return sum(tensor.nbytes for tensor in self.state_dict().values())
-
-    def full_finetuning(self) -> None:
-        """Make every weight trainable."""
-        for parameter in self.parameters():
-            parameter.requires_grad_(True)
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, view of the weights) for every tensor of the checkpoint. A quantised base has none to give."""
@@ -358,21 +335,6 @@ class Decoder(nn.Module):
             for block, names in BLOCKS.items()
         }
         return layout | {HEAD: [("lm_head", c.vocab_size)]}
-
-    @torch.no_grad()
-    def fingerprint(self) -> str:
-        """16 hex digits that change with any bit of the weights. Only one number a row leaves the device."""
-        digest = hashlib.blake2b(digest_size=8)
-        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-        for name, tensor in self.state_dict().items():
-            bits = tensor.view(integers[tensor.element_size()])
-            rows = bits.reshape(bits.shape[0], -1)
-            # Weights by place make a swap of two values visible; int64 wraps, which does no harm.
-            places = torch.arange(1, rows.shape[1] + 1, device=rows.device)
-            chunk = max(1, FINGERPRINT_ELEMENTS // rows.shape[1])
-            sums = torch.cat([(part * places).sum(1) for part in rows.split(chunk)])
-            digest.update(name.encode() + sums.cpu().numpy().tobytes())
-        return digest.hexdigest()
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [N, 1, head_dim] in the model's dtype."""

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from rllm.backends.base import Datum
-from rllm.backends.local.model import Attend, PackedCausal, attention
+from rllm.backends.local.language_model import Attend
+from rllm.backends.local.model import PackedCausal, attention
 from rllm.backends.local.transfer import to_device
 
 # Sharing pays where it leaves out this share of the tokens; its attention costs a little more.
@@ -38,9 +39,12 @@ def prompt_of(row: Datum) -> tuple[int, ...]:
     return tuple(row.ids[: row.mask.index(1)] if 1 in row.mask else row.ids)
 
 
-def micro_batches(data: Sequence[Datum], rows: Sequence[int], most: int, share: bool) -> Iterator[list[int]]:
+def micro_batches(
+    data: Sequence[Datum], rows: Sequence[int], most: int, share: bool, padded: bool = False
+) -> Iterator[list[int]]:
     """The indices `rows` in batches of at most `most` tokens each, never a row in parts; rows of like length together and, with `share`,
     those of one prompt. There what counts is what `SharedPrompts` passes and pads: every prompt once, all tails as long as the longest.
+    `padded`: every row counts as long as the longest.
     """
     prompts = {i: prompt_of(data[i]) if share else () for i in rows}
     longest: dict[tuple[int, ...], int] = {}
@@ -52,7 +56,9 @@ def micro_batches(data: Sequence[Datum], rows: Sequence[int], most: int, share: 
         prompt, length = prompts[i], len(data[i].ids)
         own = length - len(prompt)
         known = bool(batch) and prompts[batch[-1]] == prompt
-        cost = before + len(prompt) * (not known) + (len(batch) + 1) * max(tail, own) if share else total + length
+        cost = (len(batch) + 1) * length if padded else total + length
+        if share:
+            cost = before + len(prompt) * (not known) + (len(batch) + 1) * max(tail, own)
         if batch and cost > most:
             yield batch
             batch, before, tail, total, known = [], 0, 0, 0, False

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rllm.backends.local.language_model import LanguageModel, LowRank
 from rllm.backends.local.learner import LOGIT_ELEMENTS
-from rllm.backends.local.model import Decoder, LowRank, PackedCausal
+from rllm.backends.local.model import PackedCausal
 from rllm.backends.local.transfer import to_device
 
 
@@ -45,7 +46,7 @@ class Scores:
 
 
 @torch.no_grad()
-def score(model: Decoder, lora: LowRank | None, query: ScoreQuery) -> Scores:
+def score(model: LanguageModel, lora: LowRank | None, query: ScoreQuery) -> Scores:
     """One teacher-forced pass; logits are made a chunk at a time."""
     device = model.device
     count = len(query.ids) - query.first

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rllm.backends.local.language_model import LanguageModel, LowRank
 from rllm.backends.local.learner import LOGIT_ELEMENTS, Learner
-from rllm.backends.local.model import HEAD, Decoder, LowRank, PackedCausal
+from rllm.backends.local.model import HEAD, Decoder, PackedCausal
 from rllm.backends.local.transfer import to_device
 
 
@@ -94,9 +95,15 @@ class TargetLearner(Learner):
         return [part.reshape(shape) for part, shape in zip(logprobs.split(lengths), shapes, strict=True)]
 
 
-def logprobs_at(model: Decoder, lora: LowRank | None, hidden: Tensor, targets: Tensor) -> Tensor:
+def logprobs_at(model: LanguageModel, lora: LowRank | None, hidden: Tensor, targets: Tensor) -> Tensor:
     """Log-probabilities [M, K] (float32) of `targets` [M, K] from hidden states [M, hidden]; logits are made a chunk at a time."""
-    if model.fused and targets.shape[1] == 1 and len(targets) and (lora is None or lora.pair(*HEAD) is None):
+    if (
+        isinstance(model, Decoder)
+        and model.fused
+        and targets.shape[1] == 1
+        and len(targets)
+        and (lora is None or lora.pair(*HEAD) is None)
+    ):
         from rllm.backends.local.cuda.head import token_logprobs
 
         ones = torch.ones(len(targets), device=hidden.device)

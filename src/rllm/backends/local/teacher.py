@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from rllm.backends.local.adapters import create_adapter
+from rllm.backends.local.language_model import LanguageModel, LowRank
 from rllm.backends.local.learner import Policy
-from rllm.backends.local.loading import end_of_turn_ids, load_decoder, read_config, resolve_model
-from rllm.backends.local.model import Decoder, LowRank
+from rllm.backends.local.loading import end_of_turn_ids, load_model, read_config, resolve_model, wanted_length
 from rllm.config.schema import Config
 from rllm.errors import ConfigError, ModelError
 from rllm.lora.files import adapter_folders, adapter_settings
 
 
-def load_teacher(config: Config, folder: Path, tokenizer: Any, model: Decoder) -> Policy | None:
+def load_teacher(config: Config, folder: Path, tokenizer: Any, model: LanguageModel) -> Policy | None:
     """What ``distill.teacher`` and ``distill.adapter`` name, or None. `folder`, `tokenizer` and `model` are the student's.
 
     The teacher's weights are the student's own tensors where both are one folder and the student trains adapters; otherwise they are
@@ -38,7 +38,7 @@ def load_teacher(config: Config, folder: Path, tokenizer: Any, model: Decoder) -
     with _named("model.path", "distill.teacher"):
         # Full fine-tuning changes the weights that the teacher is to keep.
         shared = same and bool(config.lora.adapters())
-        decoder = model if shared else load_decoder(theirs, model.dtype, model.device)
+        decoder = model if shared else load_model(theirs, model.dtype, model.device, longest=wanted_length(config))
     if len(tokenizer) > decoder.config.vocab_size:
         raise ModelError(
             f"distill.teacher: {theirs} has {decoder.config.vocab_size} tokens, the student's tokenizer {len(tokenizer)}"
@@ -57,7 +57,7 @@ def check_length(teacher: Policy, longest: int) -> None:
         )
 
 
-def _adapter(path: str, decoder: Decoder) -> LowRank:
+def _adapter(path: str, decoder: LanguageModel) -> LowRank:
     with _named("lora.adapter_path", "distill.adapter"):
         folders = adapter_folders(Path(path).expanduser())
         if len(folders) > 1:

@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rllm.backends.local.engine import Engine, Request, fail
-from rllm.backends.local.model import Decoder, LowRank
+from rllm.backends.local.engine import Engine
+from rllm.backends.local.language_model import LowRank
+from rllm.backends.local.model import Decoder
+from rllm.backends.local.requests import Request, fail
 from rllm.errors import ConfigError
 from rllm.lora.adapter import LowRankPairs
 
@@ -57,6 +59,7 @@ class VllmEngine(Engine):
     """See `Engine`. `folder` holds the base that `model` was read from; `adapters` is how many are trained, `rank` their highest."""
 
     def __init__(self, model: Decoder, *, folder: Path, rank: int, adapters: int, **settings: Any):
+        self._decoder = model
         self._folder, self._rank, self._most_adapters = folder, rank, 2 * adapters + MORE_ADAPTERS
         self._files = Path(
             tempfile.mkdtemp(prefix="rllm-adapters-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
@@ -104,8 +107,8 @@ class VllmEngine(Engine):
         )
 
     def kv_bytes_of(self, sequences: int, tokens: int) -> int:
-        c = self.model.config
-        return 2 * c.n_layers * c.n_kv_heads * c.head_dim * self.model.embed.element_size() * sequences * tokens
+        c = self._decoder.config
+        return 2 * c.n_layers * c.n_kv_heads * c.head_dim * self.model.dtype.itemsize * sequences * tokens
 
     def holds(self, name: str, pairs: LowRankPairs) -> bool:
         loaded = self._loaded.get(name)

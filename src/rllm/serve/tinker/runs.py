@@ -19,7 +19,7 @@ from torch import Tensor
 from rllm.backends.base import AdamParams
 from rllm.backends.local.adapters import create_adapter
 from rllm.backends.local.backend import ADAM_STATE
-from rllm.backends.local.model import Decoder
+from rllm.backends.local.language_model import LanguageModel
 from rllm.backends.local.targets import TargetLearner, TargetRow
 from rllm.config.schema import LoraSettings
 from rllm.errors import ModelError
@@ -67,7 +67,7 @@ class TrainingRun:
 
     id: str
     session: str
-    model: Decoder
+    model: LanguageModel
     base: str
     spec: AdapterSpec
     lane: Lane = field(default_factory=Lane)
@@ -139,7 +139,10 @@ class TrainingRun:
         adapter = self.learner.adapters[ADAPTER]
         try:
             names = list(self.model.linear_shapes())
-            write_adapter(adapter, folder, base=self.base, settings=self.spec.settings(), names=names)
+            conv1d = self.model.conv1d
+            write_adapter(
+                adapter, folder, base=self.base, settings=self.spec.settings(), names=names, fan_in_fan_out=conv1d
+            )
             check_written(adapter, folder)
         except ModelError as error:
             raise OperationError(str(error)) from error
@@ -149,7 +152,7 @@ class TrainingRun:
             save_file(tensors, folder / OPTIMIZER)
 
 
-def read_pairs(model: Decoder, spec: AdapterSpec, folder: Path) -> LowRankPairs:
+def read_pairs(model: LanguageModel, spec: AdapterSpec, folder: Path) -> LowRankPairs:
     """The adapter of a checkpoint, for sampling."""
     return create_adapter(model, spec.settings(folder), spec.seed).snapshot(model.dtype)
 

@@ -18,8 +18,10 @@ from rllm.backends.local.cuda.bank import AdapterBank
 from rllm.backends.local.cuda.decode import Cut, DecodeStep, RowState
 from rllm.backends.local.cuda.pages import PAGE, PagePool, pages_for
 from rllm.backends.local.cuda.prefill import Prefill
-from rllm.backends.local.engine import PREFILL_TOKENS, Engine, Request, fail
-from rllm.backends.local.model import LowRank
+from rllm.backends.local.engine import PREFILL_TOKENS, Engine
+from rllm.backends.local.language_model import LowRank
+from rllm.backends.local.model import Decoder
+from rllm.backends.local.requests import Request, fail
 from rllm.backends.local.transfer import to_device
 from rllm.lora.adapter import LowRankPairs
 
@@ -61,6 +63,8 @@ class _Row:
 
 class CudaEngine(Engine):
     """See `Engine`. Takes a decoder that is `fused`."""
+
+    model: Decoder
 
     def _prepare(self) -> None:
         config, device = self.model.config, self.model.device
