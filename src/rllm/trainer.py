@@ -5,6 +5,7 @@ Knows the order of things; how each is done lives one call down.
 
 from __future__ import annotations
 
+import importlib
 import math
 import shutil
 import signal
@@ -32,6 +33,12 @@ from rllm.tracking.run_folder import RunFolder
 from rllm.tracking.trackers import make_trackers
 from rllm.types import Task
 from rllm.update import PolicyUpdate
+
+# Where the class of each backend is: what a run does not use is not imported.
+BACKENDS = {
+    "local": ("rllm.backends.local.backend", "LocalBackend"),
+    "tinker": ("rllm.backends.tinker.backend", "TinkerBackend"),
+}
 
 
 class AgentTrainer:
@@ -350,9 +357,8 @@ class _Run:
 def create_backend(config: Config) -> Backend:
     """The backend that ``config.backend`` names, with its model loaded."""
     refuse_impossible(config, training=False)
-    from rllm.backends.local.backend import LocalBackend
-
-    return LocalBackend.create(config)
+    module, name = BACKENDS[config.backend]
+    return getattr(importlib.import_module(module), name).create(config)
 
 
 def loss_spec(config: Config) -> Losses:
