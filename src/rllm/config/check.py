@@ -43,6 +43,12 @@ def check(config: Config, provenance: Mapping[str, str] | None = None, training:
     _check_names(config, refuse)
     for name in config.trainer.logger:
         _one_of("trainer.logger", name, LOGGERS, dict.fromkeys(KNOWN_LOGGERS, "not built yet"), refuse)
+    if config.tinker.base_url is not None and config.backend != "tinker":
+        raise refuse(
+            "tinker.base_url",
+            f"tinker.base_url={config.tinker.base_url}: nothing of it is used with backend={config.backend}; set backend=tinker, or leave "
+            "it out",
+        )
     if problem := quantization_problem(config.model, bool(config.lora.adapters())):
         raise refuse("model.quantization", problem)
     for name in LOGGERS if training else ():

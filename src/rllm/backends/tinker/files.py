@@ -17,6 +17,7 @@ import torch
 from rllm.backends.tinker.connection import Connection
 from rllm.errors import ModelError
 from rllm.lora.files import CARD, CONFIG, WEIGHTS, read_adapter
+from rllm.types import new_id
 from rllm.version import __version__
 
 POINTER = "tinker.json"
@@ -68,7 +69,7 @@ def download(
 ) -> None:
     """The adapter of a run as it is now, as a PEFT folder. It appears after its files were read back, or not at all."""
     saved = connection.wait(
-        client.save_weights_external(f"export-{version:06d}", ttl_seconds=EXPORT_TTL_S), "exporting"
+        client.save_weights_external(f"export-{version:06d}-{new_id()[:8]}", ttl_seconds=EXPORT_TTL_S), "exporting"
     )
     server = connection.server
     rest = connection.sdk.RestClient(base_url=server.url, api_key=server.key)
