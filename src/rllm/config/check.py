@@ -10,7 +10,8 @@ import importlib.util
 from collections.abc import Callable, Collection, Mapping
 
 from rllm.config.check_distill import check_distill, distill_notes
-from rllm.config.check_training import check_training, training_notes
+from rllm.config.check_tinker import check_tinker, tinker_notes
+from rllm.config.check_training import check_training, makes_several_steps, training_notes
 from rllm.config.names import (
     AGGREGATIONS,
     ESTIMATORS,
@@ -43,12 +44,7 @@ def check(config: Config, provenance: Mapping[str, str] | None = None, training:
     _check_names(config, refuse)
     for name in config.trainer.logger:
         _one_of("trainer.logger", name, LOGGERS, dict.fromkeys(KNOWN_LOGGERS, "not built yet"), refuse)
-    if config.tinker.base_url is not None and config.backend != "tinker":
-        raise refuse(
-            "tinker.base_url",
-            f"tinker.base_url={config.tinker.base_url}: nothing of it is used with backend={config.backend}; set backend=tinker, or leave "
-            "it out",
-        )
+    check_tinker(config, refuse)
     if problem := quantization_problem(config.model, bool(config.lora.adapters())):
         raise refuse("model.quantization", problem)
     for name in LOGGERS if training else ():
@@ -125,6 +121,7 @@ def _check_sampling(config: Config, refuse: Callable[[str, str], ConfigError]) -
 
 def _notes(config: Config, provenance: Mapping[str, str]) -> list[str]:
     notes = [*_algorithm_notes(config), *training_notes(config), *distill_notes(config)]
+    notes += tinker_notes(config, several_steps=makes_several_steps(config))
     adapters = config.lora.adapters()
     if not adapters:
         return notes

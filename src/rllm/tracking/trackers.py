@@ -151,8 +151,9 @@ class ConsoleTracker:
         if result.get("state"):
             more = [] if result["interrupted"] else [f"trainer.total_steps={2 * result['steps']}"]
             lines.append(f"  continue {_this_command(f'trainer.resume={self.folder.path}', *more)}")
+        if self.config.backend == "local":  # elsewhere a run starts from no file
+            lines.append(f"  anew     {_this_command(start)}   (a new run from what was learned)")
         lines += [
-            f"  anew     {_this_command(start)}   (a new run from what was learned)",
             f"  chat     {_program('rllm')} serve {served}   and then   {_program('python')} examples/chat_client.py",
         ]
         for line in lines:

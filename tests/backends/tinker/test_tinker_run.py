@@ -81,7 +81,7 @@ def trained(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_is_the_local_run_of_the_same_seed(served: Served, tmp_path: Path) -> None:
     for where, url in (("tinker", served.url), ("local", None)):
-        train(tmp_path / where, url, steps=3, **ALONE)
+        train(tmp_path / where, url, **ALONE)
     found, expected = (lines(tmp_path / where / "runs/one/metrics.jsonl") for where in ("tinker", "local"))
     names = ("actor/loss", "actor/ratio_mean", "actor/clip_fraction", "actor/tokens", "actor/lr", "critic/score/mean")
     for ours, theirs in zip(found, expected, strict=True):
@@ -137,12 +137,12 @@ def test_the_adapter_is_a_peft_folder_that_the_local_backend_samples_as_the_serv
 
 
 def test_a_stop_in_the_middle_changes_nothing(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train(tmp_path / "whole", served.url, steps=3, **ALONE)
-    stop_at(monkeypatch, 3)
-    assert train(tmp_path, served.url, steps=3, **ALONE)["interrupted"]
+    train(tmp_path / "whole", served.url, **ALONE)
+    stop_at(monkeypatch, 2)
+    assert train(tmp_path, served.url, **ALONE)["interrupted"]
     run = tmp_path / "runs" / "one"
-    result = train(tmp_path, served.url, steps=3, **ALONE, trainer={"resume": str(run)})
-    assert result["steps"] == 3 and [line["step"] for line in lines(run / "metrics.jsonl")] == [1, 2, 3]
+    result = train(tmp_path, served.url, **ALONE, trainer={"resume": str(run)})
+    assert result["steps"] == 2 and [line["step"] for line in lines(run / "metrics.jsonl")] == [1, 2]
     again, whole = (
         load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (run, tmp_path / "whole/runs/one")
     )
@@ -168,6 +168,7 @@ def test_sampling_is_the_local_engines(served: Served, monkeypatch: pytest.Monke
     client, local = tinker_backend(monkeypatch, served.url), LocalBackend.create(settings())
     try:
         prompt = local.tokenizer("The sum of 17 and 25 is", add_special_tokens=False)["input_ids"]
+        heard: list[tuple[int, float]] = []
         for params in (
             SamplingParams(max_tokens=16, seed=7),
             SamplingParams(max_tokens=16, seed=8, temperature=0.7, top_p=0.9, top_k=20),
@@ -177,7 +178,7 @@ def test_sampling_is_the_local_engines(served: Served, monkeypatch: pytest.Monke
             SamplingParams(max_tokens=24, seed=9, ignore_eos=True),
         ):
             for adapter in ("default", BASE, INITIAL_ADAPTER):
-                heard: list[tuple[int, float]] = []
+                heard.clear()
                 ours = asyncio.run(client.sample(prompt, params, adapter, lambda t, lp: heard.append((t, lp))))
                 theirs = asyncio.run(local.sample(prompt, params, adapter))
                 assert (ours.ids, ours.finish_reason) == (theirs.ids, theirs.finish_reason)

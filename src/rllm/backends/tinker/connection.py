@@ -225,7 +225,10 @@ class Connection:
         try:
             yield
         except (self.sdk.TinkerError, httpx.HTTPError, ValueError) as error:
-            raise RunError(f"{doing}: the Tinker server at {self.server.url} says: {_line(error)}") from error
+            # What it knew before it does not know now: it was started anew, or ended the session.
+            lost = getattr(error, "status_code", None) in (404, 410)
+            told = f"{doing}: the Tinker server at {self.server.url} says: {_line(error)}"
+            raise RunError(f"{told}. {self.advice()}" if lost else told) from error
 
     def close(self) -> None:
         """End the session, saying how it went; a server that does not answer is not waited for."""
