@@ -124,7 +124,10 @@ def test_an_unknown_model_and_too_high_a_rank_are_told_in_the_servers_words(
 ) -> None:
     monkeypatch.setenv("TINKER_API_KEY", KEY)
     assert "model.path=Qwen/Qwen9" in (told := refused(served.url, "model.path=Qwen/Qwen9")) and "'default'" in told
-    backend = tinker_backend(monkeypatch, served.url, "lora.rank=513")
+    long = refused(served.url, "model.max_model_len=100000")
+    assert "model.max_model_len=100000: default on http://127.0.0.1" in long and "can do at most" in long
+    backend = tinker_backend(monkeypatch, served.url, "lora.rank=513", "data.max_prompt_length=100000")
+    assert backend.max_model_len == served.service.backend.max_model_len
     with pytest.raises(ConfigError, match=r"lora_config\.rank: 513; this server takes 1 to 512"):
         backend.describe()
     backend.close()

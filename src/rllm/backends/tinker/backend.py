@@ -34,7 +34,7 @@ from rllm.backends.base import (
 from rllm.backends.tinker import files
 from rllm.backends.tinker.connection import Connection
 from rllm.backends.tinker.losses import HOSTED_LOSSES, CustomLoss, aggregated, native, row_inputs
-from rllm.backends.tinker.start import base_model, check_alpha, load_tokenizer_of, lora_flags
+from rllm.backends.tinker.start import base_model, check_alpha, load_tokenizer_of, longest, lora_flags
 from rllm.backends.token_losses import Sums
 from rllm.config.schema import Config, LoraSettings
 from rllm.errors import ConfigError, RunError
@@ -64,9 +64,7 @@ class TinkerBackend:
     def __init__(self, config: Config, connection: Connection, base: str, base_sampler: Any, tokenizer: Any):
         self.config, self.connection, self.tokenizer = config, connection, tokenizer
         self.base, self.model_name = base, config.model.path
-        self.max_model_len = config.model.max_model_len or (
-            config.data.max_prompt_length + config.data.max_response_length
-        )
+        self.max_model_len = longest(config, connection, base)
         self.policy_version = 0
         self.published_bytes = 0  # the server publishes inside itself
         self.settings: dict[str, LoraSettings] = config.lora.adapters()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rllm.backends.local.loading import DEFAULT_MODEL, load_tokenizer
-from rllm.backends.tinker.connection import Server
+from rllm.backends.tinker.connection import Connection, Server
 from rllm.config.schema import Config, LoraSettings
 from rllm.errors import ConfigError
 from rllm.lora.groups import module_groups
@@ -17,6 +18,22 @@ HOSTED_ALPHA = 32.0
 def base_model(config: Config) -> str:
     """The service's name of the model: ``model.path`` as it is."""
     return config.model.path
+
+
+def longest(config: Config, connection: Connection, base: str) -> int:
+    """Longest sequence: what the config says, or prompt + response limits; never more than the server says of the model."""
+    rest = partial(connection.sdk.RestClient, base_url=connection.server.url, api_key=connection.server.key)
+    try:
+        told = connection.begin(lambda: rest().get_server_capabilities(), "asking which models there are")
+        able = next((m.max_context_length for m in told.supported_models if m.model_name == base), None)
+    except ConfigError:
+        able = None  # not every server has that route, and nothing else depends on it
+    wanted, usual = config.model.max_model_len, config.data.max_prompt_length + config.data.max_response_length
+    if wanted is not None and able is not None and wanted > able:
+        raise ConfigError(
+            f"model.max_model_len={wanted}: {base} on {connection.server.url} can do at most {able} tokens"
+        )
+    return wanted or min(able or usual, usual)
 
 
 def lora_flags(settings: LoraSettings) -> dict[str, bool]:
