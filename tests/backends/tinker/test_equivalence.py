@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from rllm.algorithms.losses import LOSSES, register_loss
 from rllm.backends.base import AdamParams, LossSpec
 from rllm.backends.local.backend import LocalBackend
 from rllm.config.names import AGGREGATIONS
+from rllm.errors import RunError
 
 ADAM = AdamParams(lr=1e-3, beta1=0.8, beta2=0.9, eps=1e-7, weight_decay=0.1, grad_clip=0.5)
 OPTIONS = {"dro": {"beta": 0.3}}
@@ -143,6 +145,21 @@ def test_a_loss_of_the_users_own_trains_too(pair: Pair) -> None:
         KNOWN.pop("squared_gap")
 
 
+def test_a_fault_in_a_loss_of_the_users_own_is_told_as_such(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(spec: Any, tokens: Any) -> Any:
+        raise ValueError("no such thing")
+
+    monkeypatch.setitem(LOSSES, "broken", broken)
+    fresh = tinker_backend(
+        monkeypatch, pair.served.url
+    )  # the SDK takes no more requests for a run of which one failed here
+    with pytest.raises(RunError, match=r"^algorithm\.loss=broken: the loss failed: ValueError: no such thing$"):
+        fresh.forward_backward(rows(), LossSpec("broken"))
+    with pytest.raises(RunError, match="poisoned"):
+        fresh.train_step(rows(), LossSpec("reinforce"), ADAM)
+    fresh.close()
+
+
 def test_log_probabilities_of_policy_base_and_start_are_the_local_ones(pair: Pair) -> None:
     data = rows()
     for adapter in (None, "base", "initial"):
@@ -176,3 +193,25 @@ def test_a_second_optimizer_step_on_the_same_samples_is_the_local_one(pair: Pair
     assert metrics["clip_fraction_dual"] > 0
     for backend in (pair.local, pair.tinker):
         backend.publish()
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_the_next_step_is_as_ever(pair: Pair) -> None:
+    run = pair.runs()["default"]
+    before = [p.detach().clone() for p in run.learner.trainable()]
+    data = rows()
+    for row in data:
+        row.advantages = [1e38 * m for m in row.mask]
+        row.logprobs = [-40.0 * m for m in row.mask]
+    told = pair.tinker.train_step(data, LossSpec("importance_sampling"), ADAM)
+    assert not math.isfinite(told["grad_norm"])
+    assert all(bool((a == b).all()) for a, b in zip(before, run.learner.trainable(), strict=True))
+    told = pair.tinker.train_step(near(rows(), pair.local.logprobs(rows()), 0.1), LossSpec("cispo"), ADAM)
+    assert math.isfinite(told["grad_norm"]) and told["grad_norm"] > 0
+
+
+def test_gradients_cannot_be_dropped_and_that_is_told(pair: Pair) -> None:
+    pair.tinker.discard_gradients()
+    pair.tinker.forward_backward(rows(), LossSpec("reinforce"))
+    with pytest.raises(RunError, match="cannot discard gradients"):
+        pair.tinker.discard_gradients()
+    pair.forget()

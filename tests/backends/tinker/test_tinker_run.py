@@ -22,6 +22,8 @@ from rllm.data.countdown import countdown
 from rllm.errors import ConfigError, ModelError, RunError
 from rllm.lora.files import read_adapter
 
+# The SDK says of its old calls that they are deprecated: none is used.
+pytestmark = pytest.mark.filterwarnings("error:DEPRECATED", "error:.*deprecated:FutureWarning")
 SMALL = {
     "data": {"train_batch_size": 2, "max_prompt_length": 200, "max_response_length": 32},
     "rollout": {"n": 4, "reward_workers": 0},

@@ -33,7 +33,7 @@ from rllm.backends.base import (
 )
 from rllm.backends.tinker import files
 from rllm.backends.tinker.connection import Connection
-from rllm.backends.tinker.losses import HOSTED_LOSSES, CustomLoss, aggregated, native, row_inputs
+from rllm.backends.tinker.losses import HOSTED_LOSSES, aggregated, custom_loss, native, row_inputs
 from rllm.backends.tinker.start import base_model, check_alpha, load_tokenizer_of, longest, lora_flags
 from rllm.backends.token_losses import Sums
 from rllm.config.schema import Config, LoraSettings
@@ -55,7 +55,6 @@ class _Asked:
     rows: list[Datum]
     weights: list[float]
     future: Any
-    custom: CustomLoss | None
 
 
 class TinkerBackend:
@@ -189,9 +188,9 @@ class TinkerBackend:
         client = self.training[adapter]
         if same is not None:
             future = client.forward_backward(data, same.name, same.settings or None)
-            return _Asked(spec, rows, weights, future, None)
-        custom = CustomLoss(spec, rows, weights)
-        return _Asked(spec, rows, weights, client.forward_backward_custom(data, custom), custom)
+        else:
+            future = client.forward_backward_custom(data, custom_loss(spec, rows, weights))
+        return _Asked(spec, rows, weights, future)
 
     def _datum(self, row: Datum, inputs: Mapping[str, Any]) -> Any:
         tinker = self.connection.sdk

@@ -224,7 +224,7 @@ class Connection:
         """Errors of the SDK as a `RunError`."""
         try:
             yield
-        except (self.sdk.TinkerError, httpx.HTTPError, ValueError) as error:
+        except (self.sdk.TinkerError, httpx.HTTPError, ValueError, RuntimeError) as error:
             # What it knew before it does not know now: it was started anew, or ended the session.
             lost = getattr(error, "status_code", None) in (404, 410)
             told = f"{doing}: the Tinker server at {self.server.url} says: {_line(error)}"

@@ -2,12 +2,12 @@
 aggregated loss.
 
 Pure functions. The service sums over tokens what we average, so a token's weight goes into its advantage: ppo, importance_sampling, cispo
-and gspo scale with it. dro does not, and has the weight beside. What the service has no loss for goes through its gradient: see `custom`.
+and gspo scale with it. dro does not, and has the weight beside. What the service has no loss for goes through its gradient: see `custom_loss`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor
 from rllm.algorithms.losses import DRO_BETA
 from rllm.algorithms.spec import Datum, LossSpec
 from rllm.backends.token_losses import Sums, TrainedTokens, losses_of
+from rllm.errors import RunError, UserError
 
 # What every server has, by the API's reference. gspo's formula is published by nobody, and whether dro takes weights neither.
 HOSTED_LOSSES = frozenset({"cross_entropy", "importance_sampling", "ppo", "cispo"})
@@ -89,15 +90,18 @@ def aggregated(
     return total
 
 
-class CustomLoss:
+def custom_loss(
+    spec: LossSpec, rows: Sequence[Datum], weights: Sequence[float]
+) -> Callable[[object, Sequence[Tensor]], tuple[Tensor, dict[str, float]]]:
     """A loss of ours that the service does not have, for ``forward_backward_custom``: the service computes the log-probabilities, this
-    the loss and its gradient to them, and the service goes on from there: the same gradient for half a pass more. `sums` is what it
-    counted."""
+    the loss, the SDK its gradient to them, and the service goes on from there: the same gradient, for a forward pass more."""
 
-    def __init__(self, spec: LossSpec, rows: Sequence[Datum], weights: Sequence[float]):
-        self.spec, self.rows, self.weights = spec, rows, weights
-        self.sums = Sums()
+    def loss(data: object, logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
+        try:
+            return aggregated(spec, rows, logprobs, weights, Sums()), {}
+        except UserError:
+            raise
+        except Exception as error:  # a loss of the user's own; the SDK would tell it as if the service had failed
+            raise RunError(f"algorithm.loss={spec.name}: the loss failed: {type(error).__name__}: {error}") from error
 
-    def __call__(self, data: object, logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
-        self.sums = Sums()
-        return aggregated(self.spec, self.rows, logprobs, self.weights, self.sums), {}
+    return loss
