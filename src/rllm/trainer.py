@@ -189,6 +189,8 @@ class _Run:
             path = self._save(self.folder.path / "adapter-at-stop")
         except ModelError as unsaved:
             return type(error)(f"{error}\nwhat was learned could not be saved: {unsaved}")
+        except RunError as lost:  # what holds the weights is gone: that is why, and it says how to go on
+            return lost
         return type(error)(f"{error}\nwhat was learned in {self.completed} steps is saved in {path}")
 
     def _train_step(self) -> dict[str, float]:

@@ -18,9 +18,11 @@ from tinker_server import KEY, Served
 import rllm
 from rllm.backends.base import BASE, INITIAL_ADAPTER, SamplingParams
 from rllm.backends.local.backend import LocalBackend
+from rllm.backends.tinker import connection
 from rllm.data.countdown import countdown
 from rllm.errors import ConfigError, ModelError, RunError
 from rllm.lora.files import read_adapter
+from rllm.rollouts.batch import Rollouts
 
 # The SDK says of its old calls that they are deprecated: none is used.
 pytestmark = pytest.mark.filterwarnings("error:DEPRECATED", "error:.*deprecated:FutureWarning")
@@ -206,3 +208,32 @@ def test_the_flags_say_which_layers_are_adapted(served: Served, monkeypatch: pyt
         client.close()
     with pytest.raises(ConfigError, match="leaves no module to train"):
         tinker_backend(monkeypatch, served.url, "lora.train_attn=false", "lora.train_mlp=false").describe()
+
+
+def test_a_server_that_dies_among_the_rollouts_ends_the_run_with_how_to_go_on(
+    backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connection, "PULSE_S", 0.2)
+    monkeypatch.setattr(connection, "ASK_S", 0.3)
+    running = Served(backend, tmp_path / "serve")
+    real = Rollouts.run
+
+    def run(self: Any, *args: Any, **more: Any) -> Any:
+        if more.get("step") == 2:
+            running.close()
+        return real(self, *args, **more)
+
+    monkeypatch.setattr(Rollouts, "run", run)
+    patience = {"base_url": running.url, "patience_s": 5}
+    with pytest.raises(RunError) as found:
+        train(tmp_path, running.url, trainer={"save_freq": 1}, tinker=patience)
+    told = (
+        f"has not answered for 5 s (tinker.patience_s). When it is back, trainer.resume={tmp_path / 'runs/one'} goes on"
+    )
+    assert told in str(found.value) and "\n" not in str(found.value)
+    assert sum("the model failed to answer" in record.getMessage() for record in caplog.records) == 1
+    again = Served(backend, tmp_path / "serve")
+    monkeypatch.setattr(Rollouts, "run", real)
+    resumed = {"save_freq": 1, "resume": str(tmp_path / "runs/one")}
+    assert train(tmp_path, again.url, trainer=resumed)["steps"] == 2
+    again.close()
