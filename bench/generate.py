@@ -35,11 +35,11 @@ RANK = 8
 TIE = 1e-4
 
 
-def build_model(folder: Path) -> Any:
-    """A random Qwen3 of 4.0M parameters, also saved to `folder`."""
+def build_model(folder: Path, vocab: int = VOCAB) -> Any:
+    """A random Qwen3 of four million parameters, also saved to `folder`."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         hidden_size=256,
         intermediate_size=768,
         num_hidden_layers=5,

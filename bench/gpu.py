@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
+import importlib.util
 import json
 import os
 import random
@@ -41,12 +43,14 @@ BANDWIDTH, FLOPS = 4.24e12, 788e12  # measured on one H200: device copy, bfloat1
 
 
 def random_decoder(config: DecoderConfig, seed: int = 0) -> Decoder:
-    """Weights as a fresh transformers model has them: normal with deviation 0.02, norms 1."""
+    """Weights as a fresh transformers model has them: normal with deviation 0.02, norms 1. Wider models than the smallest get a smaller
+    deviation, so that a layer's output is no larger beside its input than there."""
+    deviation = 0.02 * min(1.0, (1024 / config.hidden_size) ** 0.5)
     inv_freq = 1.0 / 1e6 ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
     model = Decoder(config, inv_freq, dtype=torch.bfloat16, device="cuda")
     torch.manual_seed(seed)
     for parameter in model.parameters():
-        parameter.data.fill_(1.0) if "norm" in _name_of(model, parameter) else parameter.data.normal_(0, 0.02)
+        parameter.data.fill_(1.0) if "norm" in _name_of(model, parameter) else parameter.data.normal_(0, deviation)
     return model
 
 
@@ -64,6 +68,19 @@ def adapter_of(model: Decoder, rank: int, seed: int = 0) -> LoraAdapter:
     for b in adapter.b.values():
         b.data.normal_(0, 0.01, generator=generator)
     return adapter
+
+
+def tidy() -> None:
+    """Give back what nobody uses any more; a model and its room for training refer to each other."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def fits(model: Decoder) -> bool:
+    """Whether all weights can be trained here: float32 masters, gradients and two moments beside the weights, and some room."""
+    return (
+        18 * sum(p.numel() for p in model.parameters()) + 4 * 2**30 < torch.cuda.get_device_properties(0).total_memory
+    )
 
 
 def timed(work: Callable[[], object], repeats: int) -> float:
@@ -157,6 +174,7 @@ def bench_sampling(args: argparse.Namespace, config: DecoderConfig) -> None:
             ("r=8, groups of 8", {"default": adapters["r8"].snapshot(model.dtype)}, ["default"]),
             ("base", {}, ["base"]),
             ("LoRA r=32", {"default": adapters["r32"].snapshot(model.dtype)}, ["default"]),
+            ("base, groups of 8", {}, ["base"]),
             *(
                 [(
                     "4 adapters",
@@ -183,7 +201,7 @@ def bench_sampling(args: argparse.Namespace, config: DecoderConfig) -> None:
             stats = engine.stats()
             last = f"last run {generate_again:.3f} s: prefill {stats['prefill_s'] - before[0]:.3f}, decode {stats['decode_s'] - before[1]:.3f}"
             print(
-                f"sample batch {batch:3d} {label:16s} {rate:8.0f} tok/s  {seconds:.3f} s  {rate / floor:.2f} of floor "
+                f"sample batch {batch:3d} {label:17s} {rate:8.0f} tok/s  {seconds:.3f} s  {rate / floor:.2f} of floor "
                 f"{floor:.0f}  {last}",
                 flush=True,
             )
@@ -195,8 +213,8 @@ def bench_sampling(args: argparse.Namespace, config: DecoderConfig) -> None:
                 if args.profile and batch == 128:
                     profile(lambda e=engine, p=prompts: generate(e, p, ["default"], 32), "sampling")
             engine.close()
-            del engine
-            torch.cuda.empty_cache()
+            del engine, work
+            tidy()
 
 
 def rows_of_w(args: argparse.Namespace, vocab: int, ragged: bool = False) -> list[Datum]:
@@ -245,43 +263,49 @@ def bench_step(args: argparse.Namespace, config: DecoderConfig) -> None:
     """The whole of work W: sample 16 prompts x 8 (each prompt read once), train on what was sampled, step, publish."""
     prompts = [prompt for prompt in prompts_of(16, args.prompt) for _ in range(8)]
     for label, rank in (("LoRA r=8", 8), ("LoRA r=32", 32), ("full", 0)):
-        model = random_decoder(config)
-        adapters = {"default": adapter_of(model, rank)} if rank else {}
-        engine = CudaEngine(model, eos_ids=[], max_batch=128, max_model_len=args.prompt + args.tokens)
-        learner = Learner(model, adapters)
-        parts: dict[str, list[float]] = {"sample": [], "train": [], "optimizer": [], "publish": []}
+        _time_steps(args, config, prompts, label, rank)
+        tidy()
 
-        def publish(version: int, engine=engine, adapters=adapters, model=model):
-            engine.publish(
-                {name: a.snapshot(model.dtype) for name, a in adapters.items()} or {"default": None}, version
-            )
 
-        def timed_part(name: str, work: Callable[[], Any], parts=parts) -> Any:
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            result = work()
-            torch.cuda.synchronize()
-            parts[name].append(time.perf_counter() - started)
-            return result
+def _time_steps(
+    args: argparse.Namespace, config: DecoderConfig, prompts: list[list[int]], label: str, rank: int
+) -> None:
+    model = random_decoder(config)
+    if not rank and not fits(model):
+        print(f"step  {label:10s} does not fit into this device")
+        return
+    adapters = {"default": adapter_of(model, rank)} if rank else {}
+    engine = CudaEngine(model, eos_ids=[], max_batch=128, max_model_len=args.prompt + args.tokens)
+    learner = Learner(model, adapters)
+    parts: dict[str, list[float]] = {"sample": [], "train": [], "optimizer": [], "publish": []}
 
-        publish(0)
-        for step in range(args.repeats + 1):
-            answers = timed_part("sample", lambda e=engine: generate(e, prompts, ["default"], args.tokens))
-            rows = []
-            for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-                row = Datum(prompt + answer.ids, [0] * len(prompt) + [1] * len(answer.ids))
-                row.logprobs = [0.0] * len(prompt) + answer.logprobs
-                row.advantages = [0.0] * len(prompt) + [(-1.0) ** i] * len(answer.ids)
-                rows.append(row)
-            timed_part("train", lambda d=rows, n=learner: n.forward_backward(d, LossSpec()))
-            timed_part("optimizer", lambda n=learner: n.optim_step(AdamParams(1e-5)))
-            timed_part("publish", lambda v=step + 1: publish(v))
-        medians = {name: statistics.median(seconds[1:]) for name, seconds in parts.items()}
-        total = statistics.median(sum(seconds) for seconds in list(zip(*parts.values(), strict=True))[1:])
-        print(f"step  {label:10s} {total:.3f} s  " + "  ".join(f"{n} {s:.4f}" for n, s in medians.items()), flush=True)
-        engine.close()
-        del engine, learner, model
-        torch.cuda.empty_cache()
+    def publish(version: int):
+        engine.publish({name: a.snapshot(model.dtype) for name, a in adapters.items()} or {"default": None}, version)
+
+    def timed_part(name: str, work: Callable[[], Any]) -> Any:
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        result = work()
+        torch.cuda.synchronize()
+        parts[name].append(time.perf_counter() - started)
+        return result
+
+    publish(0)
+    for step in range(args.repeats + 1):
+        answers = timed_part("sample", lambda: generate(engine, prompts, ["default"], args.tokens))
+        rows = []
+        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            row = Datum(prompt + answer.ids, [0] * len(prompt) + [1] * len(answer.ids))
+            row.logprobs = [0.0] * len(prompt) + answer.logprobs
+            row.advantages = [0.0] * len(prompt) + [(-1.0) ** i] * len(answer.ids)
+            rows.append(row)
+        timed_part("train", lambda d=rows: learner.forward_backward(d, LossSpec()))
+        timed_part("optimizer", lambda: learner.optim_step(AdamParams(1e-5)))
+        timed_part("publish", lambda v=step + 1: publish(v))
+    medians = {name: statistics.median(seconds[1:]) for name, seconds in parts.items()}
+    total = statistics.median(sum(seconds) for seconds in list(zip(*parts.values(), strict=True))[1:])
+    print(f"step  {label:10s} {total:.3f} s  " + "  ".join(f"{n} {s:.4f}" for n, s in medians.items()), flush=True)
+    engine.close()
 
 
 def bench_training(args: argparse.Namespace, config: DecoderConfig) -> None:
@@ -294,9 +318,12 @@ def bench_training(args: argparse.Namespace, config: DecoderConfig) -> None:
         ("full, ragged", 0, True),
     ):
         rows = rows_of_w(args, config.vocab_size, ragged)
-        torch.cuda.empty_cache()
+        tidy()
         torch.cuda.reset_peak_memory_stats()
         model = random_decoder(config)
+        if not rank and not fits(model):
+            print(f"train {label:16s} does not fit into this device")
+            continue
         learner = Learner(model, {"default": adapter_of(model, rank)} if rank else {})
         forward = timed(lambda learner=learner, rows=rows: learner.forward_backward(rows, LossSpec()), args.repeats)
         step = timed(lambda learner=learner: learner.optim_step(AdamParams(1e-6)), args.repeats)
@@ -308,6 +335,31 @@ def bench_training(args: argparse.Namespace, config: DecoderConfig) -> None:
         if args.profile and not ragged:
             profile(lambda learner=learner, rows=rows: learner.forward_backward(rows[:16], LossSpec()), "training")
         del learner, model
+
+
+def bench_peers(args: argparse.Namespace, config: DecoderConfig) -> None:
+    """vLLM and TRL on the same shapes and work, where they are installed; each in a process of its own (bench/gpu_peers.py)."""
+    settings = {
+        "shape": shape_of(config), "batches": args.batches, "prompt": args.prompt, "tokens": args.tokens,
+        "repeats": args.peer_repeats,
+    }  # fmt: skip
+    for side, rank in (("vllm", 8), ("vllm", 0), ("trl", 8)):
+        if importlib.util.find_spec(side) is None:
+            print(f"peer {side}: not installed", flush=True)
+            continue
+        command = [sys.executable, str(Path(__file__).parent / "gpu_peers.py"), side, str(rank), json.dumps(settings)]
+        started = time.perf_counter()
+        code = subprocess.run(command, stderr=subprocess.STDOUT).returncode
+        print(f"peer {side} rank {rank}: {time.perf_counter() - started:.0f} s in all, exit code {code}", flush=True)
+
+
+def shape_of(config: DecoderConfig) -> dict[str, Any]:
+    """Keywords of transformers' Qwen3Config."""
+    return {
+        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size, "head_dim": config.head_dim,
+        "num_hidden_layers": config.n_layers, "num_attention_heads": config.n_heads, "vocab_size": config.vocab_size,
+        "num_key_value_heads": config.n_kv_heads, "tie_word_embeddings": config.tied, "max_position_embeddings": 40960,
+    }  # fmt: skip
 
 
 FIRST_TOKEN = """
@@ -329,12 +381,7 @@ def bench_start(args: argparse.Namespace, config: DecoderConfig) -> None:
         save_decoder(model, default, folder)
         del model
         torch.cuda.empty_cache()
-        shapes = {
-            "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size, "head_dim": config.head_dim,
-            "num_hidden_layers": config.n_layers, "num_attention_heads": config.n_heads, "vocab_size": config.vocab_size,
-            "num_key_value_heads": config.n_kv_heads, "tie_word_embeddings": config.tied, "max_position_embeddings": 40960,
-            "layer_types": ["full_attention"] * config.n_layers,
-        }  # fmt: skip
+        shapes = shape_of(config) | {"layer_types": ["full_attention"] * config.n_layers}
         known = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(known | shapes))
         seconds = []
@@ -367,13 +414,17 @@ def profile(work: Callable[[], object], title: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--parts", nargs="+", default=["sample", "train", "step"], choices=["sample", "train", "step", "start"]
+        "--parts",
+        nargs="+",
+        default=["sample", "train", "step", "start", "peers"],
+        choices=["sample", "train", "step", "start", "peers"],
     )
     parser.add_argument("--shapes", default="0.6b", choices=list(SHAPES))
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--peer-repeats", type=int, default=2)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__} | vars(args)))
@@ -385,6 +436,8 @@ def main() -> None:
         bench_step(args, SHAPES[args.shapes])
     if "train" in args.parts:
         bench_training(args, SHAPES[args.shapes])
+    if "peers" in args.parts:
+        bench_peers(args, SHAPES[args.shapes])
 
 
 if __name__ == "__main__":

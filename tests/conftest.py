@@ -13,12 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from rllm.backends.base import DEFAULT_ADAPTER, Completion, OnToken, SamplingParams
 from rllm.gateway.server import Gateway
 
 # A suite started in the background inherits "ignore" for Ctrl-C; the tests about it, and the processes they start, need the usual answer.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# How long an example takes says something of the machine, not of the code.
+settings.register_profile("rllm", deadline=None)
+settings.load_profile("rllm")
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"

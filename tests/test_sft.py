@@ -53,6 +53,47 @@ def test_a_chat_that_the_template_refuses_is_named(tokenizer, monkeypatch):
         ("{}", r"c\.jsonl:2: field 'messages': found None"),
         ('{"messages": [{"role": "user", "content": null}]}', r"c\.jsonl:2: messages\[0\]"),
         ('{"messages": [{"role": "user", "content": "x"}]}', r"c\.jsonl:2: no assistant message"),
+        (
+            '{"messages": [{"role": "assistant", "content": "x"}]}',
+            r"c\.jsonl:2: messages\[0\]: an assistant message without",
+        ),
+        (
+            json.dumps({"messages": chat("a<|im_end|>", "b")}),
+            r"c\.jsonl:2: messages\[0\]: the content has the chat marker '<\|im_end\|>'",
+        ),
+        (
+            json.dumps(
+                {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "weight": 0}]}
+            ),
+            r"c\.jsonl:2: no assistant message, or none of weight 1",
+        ),
+        (
+            json.dumps(
+                {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "weight": 0.5}]}
+            ),
+            r"c\.jsonl:2: messages\[1\]: weight=0\.5; allowed: 0 ",
+        ),
+        (
+            json.dumps(
+                {
+                    "messages": [
+                        {"role": "user", "content": "x"},
+                        {"role": "assistant", "content": None, "tool_calls": [{}]},
+                    ]
+                }
+            ),
+            r"c\.jsonl:2: field 'tool_calls': the chat template writes no tool calls",
+        ),
+        ('{"messages": [{"role": 5, "content": "x"}]}', r"c\.jsonl:2: messages\[0\]: found .* must have a role"),
+        (
+            '{"messages": [{"role": "user", "content": "\\ud800"}]}',
+            r"c\.jsonl:2: messages\[0\]: the content is no valid text",
+        ),
+        (json.dumps({"messages": chat("a", "b"), "tools": "f"}), r"c\.jsonl:2: field 'tools': found 'f'"),
+        (
+            json.dumps({"messages": chat("a", "b"), "tools": [{"name": "f"}]}),
+            r"c\.jsonl:2: field 'tools': the chat template writes",
+        ),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message):
@@ -72,6 +113,60 @@ def test_missing_and_empty_files_are_named(tmp_path):
         run_sft(SftConfig())
     with pytest.raises(ConfigError, match=r"trainer\.out: .*c\.jsonl is a file"):
         run_sft(SftConfig.model_validate({"data": {"train_files": "x"}, "trainer": {"out": str(tmp_path / "c.jsonl")}}))
+
+
+def test_tools_reach_a_template_that_writes_them(tokenizer, monkeypatch):
+    monkeypatch.setattr(
+        tokenizer, "chat_template", "{% for t in tools or [] %}{{ t.name }};{% endfor %}" + tokenizer.chat_template
+    )
+    ids, mask = encode_chat(tokenizer, chat("a", "b"), "x", [{"name": "add"}])
+    assert tokenizer.decode(ids).startswith("add;")
+    assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == "b<|im_end|>"
+
+
+def test_calls_of_tools_are_trained_where_the_template_writes_them(tokenizer, monkeypatch):
+    written = tokenizer.chat_template.replace(
+        "message['content']", "message['content'] ~ (message.tool_calls or [''])[0]"
+    )
+    assert written != tokenizer.chat_template
+    monkeypatch.setattr(tokenizer, "chat_template", written)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": ["add"]}]
+    ids, mask = encode_chat(tokenizer, messages, "x")
+    assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == "add<|im_end|>"
+
+
+def test_an_answer_of_weight_0_is_read_and_not_trained(tokenizer):
+    messages = chat("a", "b", "c", "d")
+    messages[1]["weight"] = 0
+    ids, mask = encode_chat(tokenizer, messages, "x")
+    assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == "d<|im_end|>"
+    assert ids == encode_chat(tokenizer, chat("a", "b", "c", "d"), "x")[0]
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    given = {"data": {"train_files": "x"}, "trainer": {"out": str(tmp_path / "file" / "out")}}
+    with pytest.raises(ConfigError, match=r"trainer\.out: .*give a folder that can be written"):
+        run_sft(SftConfig.model_validate(given))
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 3, 7, 1000])
+def test_epochs_are_whole_passes_over_the_chats_whatever_the_batches(batch_tokens):
+    seen = []
+
+    class Learner:
+        def forward_backward(self, batch, loss):
+            seen.extend(datum.ids[0] for datum in batch)
+            return {"loss": 1.0}
+
+        def optim_step(self, params):
+            return {"grad_norm": 1.0}
+
+    config = SftConfig.model_validate({"data": {"batch_tokens": batch_tokens}, "trainer": {"total_epochs": 3}})
+    _optimise(
+        config, Learner(), [([i, *[0] * (i % 4 + 1)], [0] + [1] * (i % 4 + 1)) for i in range(11)], lambda line: None
+    )
+    assert sorted(seen) == sorted([*range(11)] * 3)
 
 
 def test_every_chat_is_in_every_epoch_once():

@@ -7,8 +7,12 @@ A state appears whole or not at all: it is written beside the last one and takes
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
+import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ from typing import Any
 from rllm.backends.base import Backend
 from rllm.config.schema import Config
 from rllm.data.dataset import Dataset
+from rllm.early_stop import EarlyStop
 from rllm.errors import ConfigError
 
 STATE, NEWER, OLDER = "state", "state.newer", "state.older"
@@ -53,24 +58,37 @@ def resumed(config: Config, tasks: Dataset | None, total: int) -> Resumed | None
         return None
     state, progress = load(run)
     check(run, progress, facts_of(config, tasks), total)
+    early_stop = EarlyStop(config.trainer.early_stop)
+    early_stop.restore(progress.early_stop)
+    if early_stop.reason:
+        raise ConfigError(
+            f"trainer.resume={run}: that run ended early: {early_stop.reason}; to go on all the same, raise trainer.early_stop.patience "
+            "(or target), or leave trainer.early_stop.metric out"
+        )
     return Resumed(run, state, progress)
 
 
 def facts_of(config: Config, tasks: Dataset) -> dict[str, Any]:
     """What must be the same for a run to go on as if it had not stopped."""
-    ids = [task.id for task in tasks]
+    ids, digest = [task.id for task in tasks], hashlib.sha256()
+    for task in tasks:
+        digest.update(f"{task.id}\0{task.instruction}\0".encode(errors="surrogatepass"))
     return {
         "trainer.seed": config.trainer.seed,
         "data.seed": config.data.seed,
         "data.shuffle": config.data.shuffle,
         "data.train_batch_size": config.data.train_batch_size,
         "rollout.n": config.rollout.n,
-        "training tasks": f"{len(ids)} tasks, {ids[0]} to {ids[-1]}",
+        "training tasks": f"{len(ids)} tasks, {ids[0]} to {ids[-1]} (digest {digest.hexdigest()[:12]})",
     }
 
 
 def save(run: Path, backend: Backend, progress: Progress) -> None:
     """Write the state of a run in place of the last one."""
+    if (
+        not (run / STATE).exists() and (run / OLDER).exists()
+    ):  # killed between the renames below; now it is the one to keep
+        (run / OLDER).rename(run / STATE)
     newer = run / NEWER
     shutil.rmtree(newer, ignore_errors=True)
     newer.mkdir()
@@ -107,19 +125,28 @@ def load(run: Path) -> tuple[Path, Progress]:
 
 
 def chosen_run(config: Config) -> Path | None:
-    """The run folder that ``trainer.resume`` names; with ``auto`` that of ``trainer.experiment_name``, if it has a state."""
+    """The run folder that ``trainer.resume`` names; with ``auto`` the newest called ``trainer.experiment_name`` that has a state."""
     wanted, t = config.trainer.resume, config.trainer
     if wanted is None:
         return None
     if wanted != "auto":
-        return Path(wanted)
+        return Path(os.path.realpath(wanted))  # the link to the newest run will be written anew
     if t.experiment_name is None:
         raise ConfigError(
             "trainer.resume=auto: it goes on with the run of that name, so trainer.experiment_name is needed; or give the folder, "
             "trainer.resume=<folder of the run>"
         )
-    run = Path(t.run_dir) / t.experiment_name
-    return run if state_of(run) is not None else None
+    return max(_runs_called(Path(t.run_dir), t.experiment_name), default=(0, None))[1]
+
+
+def _runs_called(root: Path, name: str) -> Iterator[tuple[int, Path]]:
+    """(number, folder) of the runs of that name which have a state: a run that begins while the name is taken gets ``-2``, ``-3``, ..."""
+    for number in itertools.count(1):
+        run = root / (name if number == 1 else f"{name}-{number}")
+        if not run.exists():
+            return
+        if state_of(run) is not None:
+            yield number, run
 
 
 def check(run: Path, progress: Progress, facts: dict[str, Any], total: int) -> None:

@@ -60,25 +60,39 @@ class EarlyStop:
             return False
         self.check_name(metrics)
         value = metrics[s.metric]
-        sign = 1.0 if s.mode == "max" else -1.0
-        is_best = math.isfinite(value) and (self.best is None or sign * (value - self.best) > s.min_delta)
+        is_best = math.isfinite(value) and (self.best is None or self._sign() * (value - self.best) > s.min_delta)
         if is_best:
             self.best, self.best_step, self.without_best = value, step, 0
         else:
             self.without_best += 1
-        if s.target is not None and sign * (value - s.target) >= 0:
-            self.reason = f"{s.metric} is {value:g}, the target {s.target:g} is reached"
-        elif self.without_best >= s.patience:
-            best = "none was finite" if self.best is None else f"the best is {self.best:g} after step {self.best_step}"
-            self.reason = f"{s.metric} has no new best in {self.without_best} validations; {best}"
+        self.reason = self._why_end(value)
         return is_best
+
+    def _why_end(self, value: float) -> str:
+        """Why the run ends, the newest validation having `value`; empty while it goes on."""
+        s = self.settings
+        if s.target is not None and self._sign() * (value - s.target) >= 0:
+            return f"{s.metric} is {value:g}, the target {s.target:g} is reached"
+        if self.without_best >= s.patience:
+            best = "none was finite" if self.best is None else f"the best is {self.best:g} after step {self.best_step}"
+            return f"{s.metric} has no new best in {self.without_best} validations; {best}"
+        return ""
+
+    def _sign(self) -> float:
+        return 1.0 if self.settings.mode == "max" else -1.0
 
     def state(self) -> dict[str, Any]:
         """What `restore` takes."""
-        return {"best": self.best, "best_step": self.best_step, "without_best": self.without_best}
+        watched = {"metric": self.settings.metric, "mode": self.settings.mode}
+        return watched | {"best": self.best, "best_step": self.best_step, "without_best": self.without_best}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Be where `state` was; what was seen of another metric says nothing of this one."""
+        s = self.settings
+        if s.metric is None or (state["metric"], state["mode"]) != (s.metric, s.mode):
+            return
         self.best, self.best_step, self.without_best = state["best"], state["best_step"], state["without_best"]
+        self.reason = self._why_end(math.nan if self.best is None else self.best)
 
     def to_dict(self) -> dict[str, Any]:
         """What `result.json` says of it."""

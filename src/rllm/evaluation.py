@@ -6,9 +6,11 @@ Knows the order of things; episodes are run by `rollouts`, metrics are `algorith
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import inspect
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,8 @@ from rllm.config.schema_distill import DistillConfig
 from rllm.errors import ConfigError, DataError
 from rllm.gateway.remote import RemoteGateway
 from rllm.lora.files import match_config_to_adapter
-from rllm.rollouts.batch import Rollouts
-from rllm.tracking.episode_file import EpisodeFile
+from rllm.rollouts.batch import Rollouts, refuse_running_loop
+from rllm.tracking.episode_file import CODE, EpisodeFile, digest_of
 from rllm.trainer import create_backend, dataset_of
 from rllm.types import Episode
 
@@ -48,6 +50,7 @@ def evaluate(
     endpoint serves as `model` (None: the first that it lists), reached with `api_key`. `episodes` is a JSONL file to which each episode
     is written as it ends; with `resume` those that are in it are not run again.
     """
+    refuse_running_loop("evaluate")
     if (agent_flow is None) == (workflow_class is None):
         raise ConfigError("evaluate: give exactly one of agent_flow and workflow_class")
     if base_url is not None and adapter is not None:
@@ -75,7 +78,10 @@ def evaluate(
         "adapter": adapter,
         **_sampling(config),
     }
-    file = EpisodeFile(Path(episodes), about, resume=resume) if episodes is not None else None
+    file = None
+    if episodes is not None:
+        described = about | _makers(agent_flow or workflow_class, evaluator, adapter)
+        file = EpisodeFile(Path(episodes), described, tasks, resume=resume)
     with _rollouts(config, parts, remote) as rollouts:
         ran = rollouts.run(
             list(tasks),
@@ -126,6 +132,27 @@ def _sampling(config: Config) -> dict[str, Any]:
         "top_p": r.top_p,
         "max_tokens": r.max_tokens or config.data.max_response_length,
     }
+
+
+def _makers(flow: Any, evaluator: Any, adapter: str | None) -> dict[str, Any]:
+    """What else decides the episodes: the evaluator, the weights in the adapter's folder, and the files of the code."""
+    files = {
+        inspect.getsourcefile(fn) for fn in (getattr(one, "fn", one) for one in (flow, evaluator)) if _has_source(fn)
+    }
+    weights = sorted(Path(adapter).rglob("*.safetensors")) if adapter else []
+    return {
+        "evaluator": getattr(evaluator, "__name__", None),
+        "adapter_digest": _digest(weights) if adapter else None,
+        CODE: _digest(sorted(Path(file) for file in files if file)),
+    }
+
+
+def _has_source(fn: Any) -> bool:
+    return inspect.isclass(fn) or inspect.isfunction(fn)
+
+
+def _digest(files: Iterable[Path]) -> str:
+    return digest_of([hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()])
 
 
 def _result(

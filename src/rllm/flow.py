@@ -56,8 +56,9 @@ async def in_thread(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return
         if error is None:
             done.set_result(result)
-        elif isinstance(error, StopIteration):  # a future cannot hold one
-            done.set_exception(RuntimeError(f"{fn!r} raised StopIteration"))
+        elif isinstance(error, (StopIteration, asyncio.CancelledError, KeyboardInterrupt)):
+            # A future cannot hold the first, and the others would end more than this call.
+            done.set_exception(RuntimeError(f"{fn!r} raised {type(error).__name__}"))
         else:
             done.set_exception(error)
 

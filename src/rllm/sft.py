@@ -5,6 +5,7 @@ Knows chats and the learner; nothing of rewards or sampling.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -75,21 +76,27 @@ Tokens = tuple[list[int], list[int]]
 """(token ids, mask) of one chat; the mask is 1 on the tokens that are trained."""
 
 
-def encode_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], where: str) -> Tokens:
-    """Token ids of a chat and a mask that is 1 on each assistant answer and the end-of-turn token after it.
+def encode_chat(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], where: str, tools: Sequence[Any] | None = None
+) -> Tokens:
+    """Token ids of a chat and a mask that is 1 on each assistant answer and the end-of-turn token after it. `tools` go to the template.
+    An answer of weight 0 is only read.
 
     The spans come from rendering prefixes of the chat, never from searching text. A template that rewrites earlier turns
     (dropping their thinking, say) is an error here, as the model would be trained on text it never sees.
     """
 
-    def render(part: Sequence[dict[str, Any]], generation: bool = False) -> str:
+    def render(
+        part: Sequence[dict[str, Any]], generation: bool = False, offered: Sequence[Any] | None = tools or None
+    ) -> str:
         try:
-            return tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=generation)
-        except TemplateError as error:
+            return tokenizer.apply_chat_template(part, tools=offered, tokenize=False, add_generation_prompt=generation)
+        except (TemplateError, TypeError, ValueError) as error:
             raise DataError(
                 f"{where}: the chat template cannot render the first {len(part)} messages: {error}"
             ) from error
 
+    _check_markers(tokenizer, messages, where)
     text = render(messages)
     spans: list[tuple[int, int]] = []
     for i, message in enumerate(messages):
@@ -101,7 +108,13 @@ def encode_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], where: str) 
                     f"{where}: the chat template renders the first {i + 1} messages differently once later ones follow; "
                     "split the chat so that each ends with its last assistant message"
                 )
-            spans.append((len(before), len(through)))
+            if message.get("weight") != 0:
+                spans.append((len(before), len(through)))
+    if tools and text == render(messages, offered=None):
+        raise DataError(
+            f"{where}: field 'tools': the chat template writes no tools; leave them out, or say them in a system message"
+        )
+    _check_calls(messages, where, text, render)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids: list[int] = encoded["input_ids"]
     mask = [0] * len(ids)
@@ -118,11 +131,32 @@ def encode_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], where: str) 
     return ids, mask
 
 
+def _check_calls(
+    messages: Sequence[dict[str, Any]], where: str, text: str, render: Callable[[Sequence[dict[str, Any]]], str]
+) -> None:
+    """Calls that leave no trace in the `text` of the chat would not be learned."""
+    plain = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
+    if plain != list(messages) and text == render(plain):
+        raise DataError(
+            f"{where}: field 'tool_calls': the chat template writes no tool calls; write them into the content, as the model should"
+        )
+
+
+def _check_markers(tokenizer: Any, messages: Sequence[dict[str, Any]], where: str) -> None:
+    """Contents with the text of a chat marker would be read as the marker."""
+    for i, message in enumerate(messages):
+        found = next((marker for marker in tokenizer.all_special_tokens if marker in message["content"]), None)
+        if found:
+            raise DataError(
+                f"{where}: messages[{i}]: the content has the chat marker {found!r}, which would be read as one; take it out, or break it up"
+            )
+
+
 def _encode_rows(folder: str, rows: Sequence[tuple[str, Any]]) -> list[Tokens]:
     from rllm.backends.local.loading import load_tokenizer
 
     tokenizer = load_tokenizer(Path(folder))
-    return [encode_chat(tokenizer, _messages(row, where), where) for where, row in rows]
+    return [encode_chat(tokenizer, _messages(row, where), where, _tools(row, where)) for where, row in rows]
 
 
 def encode_files(files: Sequence[str], folder: Path, workers: int = 1) -> list[Tokens]:
@@ -131,7 +165,8 @@ def encode_files(files: Sequence[str], folder: Path, workers: int = 1) -> list[T
     for name in files:
         path = Path(name)
         if not path.is_file():
-            raise DataError(f"data.train_files: {name!r} does not exist")
+            state = "is no file" if path.exists() else "does not exist"
+            raise DataError(f"data.train_files: {name!r} {state}")
         rows += read_jsonl(path)
     if not rows:
         raise DataError(f"data.train_files: no chats in {', '.join(files)}")
@@ -147,32 +182,62 @@ def _messages(row: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: field 'messages': found {messages!r}; it must be a list of {{role, content}}")
     for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str) or "role" not in message:
+        if isinstance(message, dict) and message.get("tool_calls") and message.get("content", "") is None:
+            messages[i] = message = message | {"content": ""}  # how OpenAI writes a message that only calls
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("content"), str)
+            or not isinstance(message.get("role"), str)
+        ):
             raise DataError(f"{where}: messages[{i}]: found {message!r}; it must have a role and a text content")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise DataError(f"{where}: no assistant message, so nothing to train on")
+        try:
+            message["content"].encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"{where}: messages[{i}]: the content is no valid text: {error}") from error
+        if message.get("weight") not in (None, 0, 1):
+            raise DataError(
+                f"{where}: messages[{i}]: weight={message['weight']!r}; allowed: 0 (only read) | 1 (trained)"
+            )
+    if not any(message["role"] == "assistant" and message.get("weight") != 0 for message in messages):
+        raise DataError(f"{where}: no assistant message, or none of weight 1, so nothing to train on")
+    if messages[0]["role"] == "assistant":
+        raise DataError(
+            f"{where}: messages[0]: an assistant message without anything before it; begin with what it answers"
+        )
     return messages
+
+
+def _tools(row: dict[str, Any], where: str) -> list[Any]:
+    tools = row.get("tools")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise DataError(f"{where}: field 'tools': found {tools!r}; it must be a list of OpenAI tool definitions")
+    return tools or []
+
+
+def epoch_batches(chats: Sequence[Tokens], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+    """Indices of the chats of each optimizer batch of one epoch, in its order: about `batch_tokens` tokens each."""
+    order = list(range(len(chats)))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    result: list[list[int]] = [[]]
+    size = 0
+    for i in order:
+        if size >= batch_tokens:
+            result.append([])
+            size = 0
+        result[-1].append(i)
+        size += len(chats[i][0])
+    return result
 
 
 def batches(chats: Sequence[Tokens], batch_tokens: int, seed: int) -> Iterator[list[Datum]]:
     """Endless optimizer batches of about `batch_tokens` tokens; every epoch is shuffled anew."""
-    epoch = 0
-    while True:
-        order = list(range(len(chats)))
-        random.Random(f"{seed}/{epoch}").shuffle(order)
-        batch: list[Datum] = []
-        size = 0
-        for i in order:
-            ids, mask = chats[i]
-            zeros = [0.0] * len(ids)
-            batch.append(Datum(ids, mask, [float(m) for m in mask], zeros, adapter=DEFAULT_ADAPTER))
-            size += len(ids)
-            if size >= batch_tokens:
-                yield batch
-                batch, size = [], 0
-        if batch:
-            yield batch
-        epoch += 1
+    for epoch in itertools.count():
+        for batch in epoch_batches(chats, batch_tokens, seed, epoch):
+            rows = [chats[i] for i in batch]
+            yield [
+                Datum(ids, mask, [float(m) for m in mask], [0.0] * len(ids), adapter=DEFAULT_ADAPTER)
+                for ids, mask in rows
+            ]
 
 
 def run_sft(config: SftConfig, log: Callable[[str], None] = print) -> dict[str, Any]:
@@ -187,6 +252,12 @@ def run_sft(config: SftConfig, log: Callable[[str], None] = print) -> dict[str, 
     out = Path(config.trainer.out)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"trainer.out: {out} is a file; give a folder")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.out: {out}: {error.strerror}: {error.filename}; give a folder that can be written"
+        ) from error
     started = time.monotonic()
     device = pick_device(config.model.device)
     check_quantization(config.model, bool(config.lora.rank), device)
@@ -227,8 +298,9 @@ def _optimise(config: SftConfig, learner: Any, chats: Sequence[Tokens], log: Cal
 
     o, t = config.optim, config.trainer
     adam = AdamParams(o.lr, o.beta1, o.beta2, o.eps, o.weight_decay, o.grad_clip)
-    per_epoch = max(1, math.ceil(sum(len(ids) for ids, _ in chats) / config.data.batch_tokens))
-    total = t.total_steps or per_epoch * t.total_epochs
+    total = t.total_steps or sum(
+        len(epoch_batches(chats, config.data.batch_tokens, t.seed, epoch)) for epoch in range(t.total_epochs)
+    )
     clock, step, tokens, nll = time.monotonic(), 0, 0, math.nan
     for step, batch in enumerate(batches(chats, config.data.batch_tokens, t.seed)):
         seconds = time.monotonic() - clock

@@ -22,6 +22,8 @@ from rllm.gateway.endpoint import ATTEMPTS, TRANSIENT, Spelling, key_header, ser
 KEYS = Spelling("distill.base_url=", "distill.model=", "distill.api_key_env=")
 # vLLM writes this for -inf, which JSON does not have.
 MINUS_INFINITY = -9999.0
+# A logarithm of a probability may be above 0 by this much.
+ROUNDING = 0.01
 # Tokens of which an endpoint is asked at the start how it writes them.
 PROBE_TOKENS = 64
 
@@ -109,13 +111,18 @@ class EndpointTeacher:
 
     async def _asked(self, client: httpx.AsyncClient, ids: Sequence[int]) -> Any:
         """The endpoint's choice for a prompt, within the deadline."""
+        met: list[str] = []
         try:
             async with asyncio.timeout(self.timeout_s):
-                return await self._with_retries(client, ids)
+                return await self._with_retries(client, ids, met)
         except TimeoutError as error:
-            raise _Failed("teacher_timeout", f"no answer within {self.timeout_s:g} s (distill.timeout_s)") from error
+            last = f"; before that: {met[-1]}" if met else ""
+            raise _Failed(
+                "teacher_timeout", f"no answer within {self.timeout_s:g} s (distill.timeout_s){last}"
+            ) from error
 
-    async def _with_retries(self, client: httpx.AsyncClient, ids: Sequence[int]) -> Any:
+    async def _with_retries(self, client: httpx.AsyncClient, ids: Sequence[int], met: list[str]) -> Any:
+        """`met` gets what each attempt failed with."""
         body = {
             "model": self.model,
             "prompt": list(ids),
@@ -134,8 +141,11 @@ class EndpointTeacher:
                 if last:
                     self._down = True  # the others need not wait for it as long
                     raise _Failed("teacher_unreachable", f"{type(error).__name__}: {error}") from error
+                met.append(f"{type(error).__name__}: {error}")
             if answer is not None and (last or answer.status_code not in TRANSIENT):
                 return _choice_of(answer)
+            if answer is not None:
+                met.append(f"status {answer.status_code}")
             await asyncio.sleep(wait_of(attempt, answer))
             attempt += 1
 
@@ -183,7 +193,7 @@ class _Failed(Exception):
 def _choice_of(answer: httpx.Response) -> Any:
     try:
         data = answer.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         data = None
     if answer.status_code != 200:
         error = data.get("error") if isinstance(data, dict) else None
@@ -219,6 +229,8 @@ def _logprobs_in(choice: dict[str, Any], ids: Sequence[int]) -> list[float]:
     for value in values[1 : len(ids)]:
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise _Failed("teacher_no_logprobs", "the answer lacks the log-probability of a token of the prompt")
+        if value > ROUNDING:
+            raise _Failed("teacher_error", f"{str(value)[:20]} is no log-probability: it is above 0")
         result.append(float("-inf") if value <= MINUS_INFINITY else float(value))
     return result
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib
 import math
 import shutil
-import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,17 +16,19 @@ from typing import Any
 
 from rllm import checkpoint
 from rllm.algorithms.datums import build_datums, check_role_names
+from rllm.algorithms.distillation import TokenAdvantages
 from rllm.algorithms.grouping import Accounting
 from rllm.algorithms.metrics import validation_metrics
 from rllm.backends.base import DEFAULT_ADAPTER, INITIAL_ADAPTER, Backend, Losses, LossSpec, refuse_impossible
-from rllm.collect import collect
+from rllm.collect import Collected, collect
 from rllm.config.load import Resolved, load_config
 from rllm.config.schema import Config
 from rllm.data.dataset import Dataset, load_dataset
 from rllm.distill import Distiller
 from rllm.early_stop import EarlyStop, check_early_stop
 from rllm.errors import ConfigError, DataError, ModelError, RunError
-from rllm.rollouts.batch import Rollouts, stable_seed
+from rllm.interrupts import interrupts_kill, interrupts_wait
+from rllm.rollouts.batch import Rollouts, refuse_running_loop, stable_seed
 from rllm.tracking.run_folder import RunFolder
 from rllm.tracking.trackers import make_trackers
 from rllm.types import Task
@@ -79,6 +79,7 @@ class AgentTrainer:
 
     def train(self) -> dict[str, Any]:
         """Run to the end (or to Ctrl-C, which saves first) and return what `result.json` holds."""
+        refuse_running_loop("trainer.train")
         if self.train_dataset is None and not self.config.trainer.val_only:
             raise DataError("no training tasks: give train_dataset=, or data.train_files=<file or built-in name>")
         if self.val_dataset is None and self.config.trainer.val_only:
@@ -176,7 +177,8 @@ class _Run:
                 self.validations["after"] = validated or self._validate_after()
         except KeyboardInterrupt:
             self.interrupted = True
-            _second_interrupt_kills()
+            with interrupts_kill():
+                return self._finish()
         except (RunError, ConfigError) as error:
             raise self._saved_first(error) from error
         return self._finish()
@@ -200,7 +202,7 @@ class _Run:
         self.folder.write_episodes(self.step, "train", found.episodes)
         self.drawn += found.batches
         rolled_out = time.monotonic()
-        account, metrics = found.account, found.metrics(config)
+        metrics = found.metrics(config)
         if self.step == 1:
             check_role_names(found.rewarded, config.algorithm.per_role, "algorithm.per_role")
             check_role_names(found.rewarded, config.distill.roles or (), "distill.roles")
@@ -208,47 +210,56 @@ class _Run:
         if self.distiller is not None:
             taught, told = self.distiller.run(found)
             metrics |= told
-        groups, kl_metrics = self.update.with_kl_in_reward(found, self.step)
+        validated: dict[str, float] = {}
+        try:
+            with interrupts_wait():  # weights, counts and lines that are saved must be of the same steps
+                metrics |= self._learn(found, taught)
+                updated = time.monotonic()
+                tokens = sum(len(s.response_ids) for e in found.episodes for t in e.trajectories for s in t.steps)
+                metrics |= {
+                    "timing_s/rollout": rolled_out - clock,
+                    "timing_s/update": updated - rolled_out,
+                    "timing_s/step": updated - clock,
+                    "perf/generated_tokens": float(tokens),
+                    "perf/tokens_per_s": tokens / max(updated - clock, 1e-9),
+                    "perf/rollout_tokens_per_s": tokens / max(rolled_out - clock, 1e-9),
+                    "policy_version": float(self.backend.policy_version),
+                }
+                self.last_rewards = {name: value for name, value in metrics.items() if name.endswith("/mean")}
+                self.completed, self.drawn_then = self.step, self.drawn
+            if config.trainer.test_freq and self.step % config.trainer.test_freq == 0:
+                validated = self._validate()
+                if self.early_stop.see(self.step, validated):
+                    self._save_best()
+        finally:
+            if self.completed == self.step:
+                self._report(metrics | validated)
+        if config.trainer.save_freq and self.step % config.trainer.save_freq == 0:
+            self._save(self.folder.path / f"adapter-step-{self.step}")
+            self._save_state()
+        return validated
+
+    def _learn(self, found: Collected, taught: TokenAdvantages | None) -> dict[str, float]:
+        """The update from what was collected, published and counted."""
+        a, account = self.trainer.config.algorithm, found.account
+        groups, metrics = self.update.with_kl_in_reward(found, self.step)
         data = build_datums(
             groups,
             account,
-            estimator=config.algorithm.adv_estimator,
-            std=config.algorithm.grpo_std,
-            zero_std=config.algorithm.zero_std,
-            stepwise=config.algorithm.stepwise,
-            gamma=config.algorithm.gamma,
-            per_role={role: own.adv_estimator for role, own in config.algorithm.per_role.items() if own.adv_estimator},
+            estimator=a.adv_estimator,
+            std=a.grpo_std,
+            zero_std=a.zero_std,
+            stepwise=a.stepwise,
+            gamma=a.gamma,
+            per_role={role: own.adv_estimator for role, own in a.per_role.items() if own.adv_estimator},
             token_advantages=taught,
         )
-        metrics |= kl_metrics | self.update.run(data, found, account, self.step)
+        metrics |= self.update.run(data, found, account, self.step)
         if metrics["train/optimizer_steps"]:
             metrics |= self._publish()
         account.check()
         self.account.add(account)
-        metrics |= account.to_metrics() | self.rollouts.gateway.take_counts()
-        self.completed, self.drawn_then = self.step, self.drawn
-        self.last_rewards = {name: value for name, value in metrics.items() if name.endswith("/mean")}
-        updated = time.monotonic()
-        tokens = sum(len(s.response_ids) for e in found.episodes for t in e.trajectories for s in t.steps)
-        metrics |= {
-            "timing_s/rollout": rolled_out - clock,
-            "timing_s/update": updated - rolled_out,
-            "timing_s/step": updated - clock,
-            "perf/generated_tokens": float(tokens),
-            "perf/tokens_per_s": tokens / max(updated - clock, 1e-9),
-            "perf/rollout_tokens_per_s": tokens / max(rolled_out - clock, 1e-9),
-            "policy_version": float(self.backend.policy_version),
-        }
-        validated: dict[str, float] = {}
-        if config.trainer.test_freq and self.step % config.trainer.test_freq == 0:
-            validated = self._validate()
-            if self.early_stop.see(self.step, validated):
-                self._save_best()
-        if config.trainer.save_freq and self.step % config.trainer.save_freq == 0:
-            self._save(self.folder.path / f"adapter-step-{self.step}")
-            self._save_state()
-        self._report(metrics | validated)
-        return validated
+        return metrics | account.to_metrics() | self.rollouts.gateway.take_counts()
 
     def _publish(self) -> dict[str, float]:
         clock = time.monotonic()
@@ -259,7 +270,10 @@ class _Run:
 
     def _prove_publish(self) -> dict[str, float]:
         """The sampler must now run what the trainer has: otherwise nothing that follows means anything, and the run stops."""
-        probe = self.backend.probe()
+        try:
+            probe = self.backend.probe()
+        except FloatingPointError as error:
+            raise RunError(f"step {self.step}: {error}") from error
         if not probe.passed:
             raise RunError(
                 f"step {self.step}: the sampler does not run the policy that was trained. Policy version: sampler "
@@ -412,9 +426,3 @@ def dataset_of(given: Any, files: Any, split: str, config: Config) -> Dataset | 
     if split == "val" and config.data.val_size is not None:
         dataset = dataset.select(range(min(config.data.val_size, len(dataset))))
     return dataset
-
-
-def _second_interrupt_kills() -> None:
-    """While the first Ctrl-C is being answered by saving, a second one ends the process at once."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -10,7 +10,7 @@ import itertools
 import re
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +224,7 @@ class Episode:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-ready data (what `episodes.jsonl` holds)."""
-        return _plain(asdict(self))
+        return _plain(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Episode:
@@ -314,13 +314,29 @@ class EvalOutput:
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set)):
-        return [_plain(item) for item in value]
+# Deeper than this, or going round in a circle, a value is told as text.
+_PLAIN_DEPTH = 64
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """JSON-ready data that looks like `value`; what no JSON can say is text. Nothing is copied that need not be: user objects may hold
+    locks and connections."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, (str, int, float, bool)) or value is None:
         return value
-    return str(value)
+    if depth < _PLAIN_DEPTH:
+        if is_dataclass(value) and not isinstance(value, type):
+            return {f.name: _plain(getattr(value, f.name, None), depth + 1) for f in fields(value)}
+        if isinstance(value, Mapping):
+            return {_text(key): _plain(item, depth + 1) for key, item in value.items()}
+        if isinstance(value, (list, tuple, set, frozenset)):
+            return [_plain(item, depth + 1) for item in value]
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    try:
+        return str(value)
+    except Exception:  # it is the user's own __str__ or __repr__
+        return f"<{type(value).__name__}>"

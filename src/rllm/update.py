@@ -58,12 +58,16 @@ class PolicyUpdate:
             metrics |= self._correct(data, owners, account)
             epochs = [[rows for batch in epoch if (rows := _weighted(batch))] for epoch in epochs]
         params = adam_params(self.config, step, self.total)
-        done = [self._optimizer_step(batch, params) for epoch in epochs for batch in epoch]
+        batches = [batch for epoch in epochs for batch in epoch]
+        done = [self._optimizer_step(batch, params) for batch in batches]
         taken = [one for one in done if one is not None]
         metrics |= _mean_metrics(taken)
         metrics |= {"train/optimizer_steps": float(len(taken))}
         if len(taken) < len(done):
             metrics["train/nonfinite_steps"] = float(len(done) - len(taken))
+            used = [row for batch, one in zip(batches, done, strict=True) if one is not None for row in batch]
+            rows = [row for batch in batches for row in batch]
+            _count_lost(owners or _owners(found), rows, used, account, "nonfinite")
         return metrics if taken else metrics | {"train/skipped_steps": 1.0}
 
     def with_kl_in_reward(self, found: Collected, step: int) -> tuple[list[TrajectoryGroup], dict[str, float]]:
@@ -107,7 +111,7 @@ class PolicyUpdate:
         more than one optimizer step, so that the policy is no longer the one that sampled."""
         a = self.config.algorithm
         asked = a.old_logprobs == "trainer" or a.rollout_correction.level != "none"
-        return asked or (several and a.old_logprobs == "auto")
+        return asked or (several and a.old_logprobs == "auto" and a.takes_ratio())
 
     def _needs_owners(self) -> bool:
         a = self.config.algorithm
@@ -153,15 +157,11 @@ class PolicyUpdate:
     def _correct(
         self, data: Sequence[Datum], owners: dict[str, tuple[int, Trajectory]], account: Accounting
     ) -> dict[str, float]:
-        """Fill the weights. A trajectory of which no token has any weight is counted as dropped, not as trained."""
+        """Fill the weights."""
         c = self.config.algorithm.rollout_correction
         assert c.level != "none"
         metrics = correct(data, level=c.level, mode=c.mode, cap=c.cap, floor=c.floor)
-        trained = {id(owners[row.call][1]) for row in data}
-        lost = trained - {id(owners[row.call][1]) for row in data if any(row.weights)}
-        account.trained -= len(lost)
-        if lost:
-            account.dropped["off_policy"] += len(lost)
+        _count_lost(owners, data, _weighted(data), account, "off_policy")
         return {f"rollout_correction/{name}": value for name, value in metrics.items()}
 
     def _optimizer_step(self, batch: MiniBatch, params: AdamParams) -> dict[str, float] | None:
@@ -225,7 +225,21 @@ def _less(trajectory: Trajectory, penalty: float) -> Trajectory:
     return replace(trajectory, reward=float(trajectory.reward or 0.0) + penalty) if penalty else trajectory
 
 
-def _weighted(batch: MiniBatch) -> MiniBatch:
+def _count_lost(
+    owners: dict[str, tuple[int, Trajectory]],
+    rows: Sequence[Datum],
+    used: Sequence[Datum],
+    account: Accounting,
+    reason: str,
+) -> None:
+    """A trajectory of which no row is among the `used` is counted as dropped for `reason`, not as trained."""
+    lost = {id(owners[row.call][1]) for row in rows} - {id(owners[row.call][1]) for row in used}
+    account.trained -= len(lost)
+    if lost:
+        account.dropped[reason] += len(lost)
+
+
+def _weighted(batch: Sequence[Datum]) -> MiniBatch:
     """The rows that have any weight; the others must not count in a denominator."""
     return [row for row in batch if any(row.weights)]
 

@@ -218,3 +218,18 @@ def test_a_users_estimator_cannot_take_a_built_in_name_or_give_what_does_not_fit
     register_advantage("short")(lambda groups, std: [[math.nan for _ in g.rewards] for g in groups])
     with pytest.raises(ConfigError, match="not a finite number"):
         one("short", [1.0, 2.0])
+
+
+@pytest.mark.parametrize("scale", [1e150, 1e160, 1e308])
+@pytest.mark.parametrize("name", sorted(SCALE_FREE))
+def test_the_largest_rewards_are_whitened_like_small_ones(name, scale):
+    small = [[0.0, 0.5, 1.0], [0.25, -1.0]]
+    large = [[scale * r for r in group] for group in small]
+    for found, expected in zip(estimate(name, groups(*large)), estimate(name, groups(*small)), strict=True):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_advantages_beyond_the_range_of_a_number_are_an_error_that_names_the_reward():
+    for name in ("dr_grpo", "rloo", "opo"):
+        with pytest.raises(ConfigError, match=rf"'{name}': .* not a finite number; the largest reward is 1.7e\+308"):
+            estimate(name, groups([1.7e308, -1.7e308, -1.7e308]))

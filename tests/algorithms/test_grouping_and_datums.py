@@ -105,6 +105,13 @@ def test_a_rewritten_history_starts_a_new_row_and_loses_nothing():
     assert sum(row.n_trained for row in rows) == 3
 
 
+def test_conversations_that_alternate_in_one_trajectory_become_a_row_each():
+    steps = [step((1,), (2,)), step((7,), (8,)), step((1, 2, 3), (4,)), step((7, 8), (9,))]
+    first, second = rows_of(trajectory("solver", 1.0, *steps), [1.0] * 4)
+    assert (first.ids, first.mask) == ([1, 2, 3, 4], [0, 1, 0, 1])
+    assert (second.ids, second.mask) == ([7, 8, 9], [0, 1, 1])
+
+
 def test_an_empty_completion_gives_no_row():
     assert rows_of(trajectory("solver", 1.0, step(response=())), [1.0]) == []
 

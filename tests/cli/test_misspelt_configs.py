@@ -68,6 +68,9 @@ MISSPELT = {
     "model.dtype=fp16": "allowed: auto | float32 | bfloat16",
     "trainer.seed=one": "trainer.seed=one: input should be a valid integer",
     "trainer.logger=[wandbb]": "did you mean 'wandb'?",
+    "optim.beta2=1": "optim.beta2=1: input should be less than 1",
+    "rollout.temperature=1e-6": "input should be 0 (greedy) or at least 1e-05",
+    "lora.rank=&a [*a]": "the value holds itself",
     "data.shuffle=perhaps": "data.shuffle=perhaps: input should be a valid boolean",
     # forms
     "--lora.rank=8": "settings are written without dashes: lora.rank=8",

@@ -46,6 +46,22 @@ from rllm.errors import ConfigError
             ["algorithm.kl_in_reward=0.1", "algorithm.adv_estimator=precomputed"],
             "no advantage is made from the reward; use algorithm.kl_beta",
         ),
+        (
+            ["algorithm.overlong_buffer=8", "algorithm.adv_estimator=precomputed"],
+            "no advantage is made from the reward; set it to 0",
+        ),
+        (
+            ["algorithm.rejection_sampling.enable=true", "algorithm.adv_estimator=precomputed"],
+            "no advantage is made from the reward, and it throws groups",
+        ),
+        (
+            ["algorithm.rejection_sampling.enable=true", "algorithm.stepwise=per_step"],
+            "it keeps tasks by the rewards of whole trajectories",
+        ),
+        (
+            ["data.max_response_length=64", "model.max_model_len=64"],
+            "data.max_response_length=64: prompt and completion have 64 tokens together",
+        ),
         (["algorithm.rollout_correction.cap=0"], "greater than 0"),
         (["algorithm.rollout_correction.level=tokens"], "none | token | sequence | geometric"),
         (

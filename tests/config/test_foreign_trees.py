@@ -133,3 +133,45 @@ def test_epochs_that_are_asked_for_win_over_an_examples_own_steps():
     both = ["trainer.total_epochs=3", "trainer.total_training_steps=5"]
     assert load_config(overrides=both, defaults=example).config.trainer.total_steps == 5
     assert load_config(defaults=example).config.trainer.total_steps == 18
+
+
+def test_one_number_for_both_betas_is_refused():
+    with pytest.raises(ConfigError, match=r"optim\.betas=0\.9: expected a list of 2: optim\.beta1, optim\.beta2"):
+        load_config(overrides=[f"{ACTOR}.optim.betas=0.9"])
+
+
+def test_verls_weight_of_the_kl_in_the_reward_is_told_by_its_own_name():
+    on, coefficient = "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef"
+    with pytest.raises(ConfigError, match=r"^argument: algorithm\.kl_ctrl\.kl_coef='abc': allowed: number$"):
+        load_config(overrides=[on, f"{coefficient}=abc"])
+    with pytest.raises(ConfigError, match=r"kl_in_reward=0\.2 and algorithm\.kl_ctrl\.kl_coef=0\.3 both set"):
+        load_config(overrides=[on, "algorithm.kl_in_reward=0.2", f"{coefficient}=0.3"])
+    assert load_config(overrides=[on, f"{coefficient}=0.3"]).config.algorithm.kl_in_reward == 0.3
+
+
+def test_the_beta_of_dro_counts_where_one_role_alone_has_that_loss():
+    key = f"{ACTOR}.policy_loss.dro_beta=0.3"
+    role = load_config(overrides=[key, "algorithm.per_role={judge: {loss: dro}}"]).config.algorithm
+    assert role.loss_options == {"beta": 0.3}
+    assert load_config(overrides=[key]).config.algorithm.loss_options == {}
+
+
+@pytest.mark.parametrize("form", ["algorithm.per_role={judge: %s}", "algorithm.per_role.judge.adv_estimator=%s"])
+def test_a_role_may_be_given_what_verl_calls_an_estimator_or_a_loss(form):
+    roles = load_config(
+        overrides=[form % "reinforce++", "algorithm.per_role.solver.loss=vanilla"]
+    ).config.algorithm.per_role
+    assert roles["judge"].adv_estimator == "reinforce_plus_plus" and roles["solver"].loss == "ppo_clip"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("algorithm.loss=vanila", "ppo_clip"),
+        ("algorithm.adv_estimator=GRPO", "grpo"),
+        ("algorithm.per_role.a.loss=PPO-clip", "ppo_clip"),
+    ],
+)
+def test_what_is_suggested_is_a_name_that_can_be_given(given, meant):
+    with pytest.raises(ConfigError, match=rf"unknown \(did you mean '{meant}'\?\); available are"):
+        load_config(overrides=[given])

@@ -123,7 +123,7 @@ MISTAKES = [
     ("lora.alpha=big", r"lora\.alpha=big: .*number"),
     ("optim.lr=-1", r"optim\.lr=-1: .*greater than 0"),
     ("optim.lr=fast", r"optim\.lr=fast: .*number"),
-    ("optim.beta1=1.5", r"optim\.beta1=1\.5: .*less than or equal to 1"),
+    ("optim.beta1=1.5", r"optim\.beta1=1\.5: .*less than 1"),
     ("data.train_batch_size=0", r"data\.train_batch_size=0: .*greater than 0"),
     ("data.shuffle=perhaps", r"data\.shuffle=perhaps: .*true or false"),
     ("rollout.n=0", r"rollout\.n=0: .*greater than 0"),

@@ -21,8 +21,9 @@ import pytest
 from chat_tokenizers import ScriptedBackend, chat_tokenizer
 
 import rllm
-from rllm.errors import ConfigError, RunError, UserError
+from rllm.errors import ConfigError, DataError, RunError, UserError
 from rllm.gateway.server import Gateway
+from rllm.tracking.episode_file import EpisodeFile
 from rllm.types import AgentConfig, Episode, Step, Task, TerminationReason, Trajectory
 
 ROOT = Path(__file__).parents[2]
@@ -196,6 +197,56 @@ def test_going_on_runs_only_what_is_missing_or_failed_and_gives_the_same_as_one_
     assert third["resumed"] == 8 and third["metrics"] == second["metrics"]
     with pytest.raises(UserError, match="begun with max_tokens=40"):
         evaluate(flaky, tasks=4, n=2, episodes=file, resume=True, rollout={"max_tokens": 9})
+
+
+def test_nothing_goes_on_with_other_tasks_under_the_same_ids_nor_with_another_evaluator(
+    evaluate: Evaluate, backend: Any, tmp_path: Path
+) -> None:
+    @rllm.rollout(name="solver")
+    async def changes_its_task(task: Task, config: AgentConfig) -> None:
+        task.metadata["seen"] = True
+        await ask(config, task.id)
+
+    @rllm.evaluator
+    def wrong(task: Task, episode: Episode) -> bool:
+        return False
+
+    def rows(answer: int) -> list[dict[str, Any]]:
+        return [{"id": "a", "question": "1 + 1", "answer": 2}, {"id": "b", "question": "?", "answer": answer}]
+
+    def run(answer: int = 1, **more: Any) -> dict[str, Any]:
+        return evaluate(changes_its_task, dataset=rows(answer), episodes=tmp_path / "e.jsonl", **more)
+
+    run()
+    assert run(resume=True)["resumed"] == 2
+    with pytest.raises(DataError, match=r"e.jsonl:3: the task 'b' had another instruction or metadata"):
+        run(answer=2, resume=True)
+    with pytest.raises(DataError, match=r'begun with evaluator="right", now it is "wrong"'):
+        run(resume=True, evaluator=wrong)
+
+
+def test_changed_code_is_told_and_a_changed_adapter_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from rllm.evaluation import _makers
+
+    sources = {"one": "def flow(task, config): ...\n", "two": "def flow(task, config): pass\n"}
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(b"one")
+    about = {}
+    for name, source in sources.items():
+        (tmp_path / f"{name}.py").write_text(source)
+        made: dict[str, Any] = {}
+        exec(compile(source, str(tmp_path / f"{name}.py"), "exec"), made)
+        about[name] = _makers(made["flow"], None, str(adapter))
+    file = EpisodeFile(tmp_path / "e.jsonl", about["one"])
+    file.append(Episode(id="t:0", termination_reason=TerminationReason.ENV_DONE))
+    EpisodeFile(file.path, about["one"], resume=True)
+    assert not caplog.records
+    EpisodeFile(file.path, about["two"], resume=True)
+    assert "the code of the flow or evaluator has changed" in caplog.text
+    (adapter / "adapter_model.safetensors").write_bytes(b"two")
+    with pytest.raises(DataError, match="begun with adapter_digest"):
+        EpisodeFile(file.path, _makers(len, None, str(adapter)), resume=True)
 
 
 class Flaky(BaseHTTPRequestHandler):

@@ -103,6 +103,18 @@ def test_n_answers_are_n_recorded_calls_named_by_their_index(gateway: Gateway, h
     assert response["usage"]["completion_tokens"] == 3 * 13
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_answers_of_one_seeded_request_differ_and_are_the_same_again(
+    http: httpx.Client, backend: Any, path: str
+) -> None:
+    body: dict[str, Any] = {"seed": 5} | ({} if "chat" in path else {"prompt": "a"})
+    for more in ({"n": 3}, {"n": 3, "stream": True}, {"n": 1}):
+        assert ask(http, path, **body, **more).status_code == 200
+    seeds = [params.seed for _, params, _ in backend.asked]
+    assert seeds[:3] == seeds[3:6] and len(set(seeds[:3])) == 3
+    assert seeds[0] == seeds[6] == 5
+
+
 def test_token_ids_and_logprobs_are_told_on_request(http: httpx.Client, backend: Any) -> None:
     choice = ask(http, return_token_ids=True, logprobs=True).json()["choices"][0]
     assert choice["prompt_token_ids"] == prompt_of(backend, HELLO)
@@ -296,3 +308,40 @@ def test_64_sessions_at_once_never_mix(gateway: Gateway, backend: Any) -> None:
         assert list(calls) == [call_id for call_id, _ in seen]
         for call_id, history in seen:
             assert calls[call_id].output.prompt_ids == prompt_of(backend, history)
+
+
+LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {LONG: 1}),
+        ("/v1/chat/completions", {"model": LONG}),
+        ("/v1/chat/completions", {"messages": [{"role": LONG, "content": ""}]}),
+        ("/v1/chat/completions", {"parallel_tool_calls": [LONG]}),
+        (
+            "/v1/chat/completions",
+            {"tools": [{"type": "function", "function": {"name": f"f{i // 2}"}} for i in range(9999)]},
+        ),
+        ("/v1/chat/completions", {"chat_template_kwargs": {LONG: []}}),
+        ("/v1/chat/completions", {"temperature": [LONG]}),
+        ("/v1/chat/completions", {"temperature": LONG}),
+        ("/v1/completions", {"prompt": "a", LONG: 1}),
+        ("/v1/responses", {"input": [{"type": LONG}]}),
+        ("/v1/responses", {"input": "a", LONG: 1}),
+        ("/v1/responses", {"input": [{"role": LONG, "content": ""}]}),
+        (f"/s/{LONG[:50_000]}/v1/chat/completions", {}),
+        (f"/{LONG[:50_000]}", {}),
+        (f"/v1/models/{LONG[:50_000]}", None),
+    ],
+)
+def test_no_error_repeats_all_of_what_was_sent(http: httpx.Client, path: str, body: Any) -> None:
+    sent = {"messages": HELLO} | body if body is not None and "chat" in path else body
+    answer = http.get(path) if body is None else http.post(path, json=sent)
+    assert 400 <= answer.status_code < 500 and error_of(answer) and len(answer.content) < 3000
+
+
+def test_a_cut_message_keeps_what_is_allowed(http: httpx.Client) -> None:
+    message = error_of(ask(http, messages=[{"role": LONG, "content": ""}]))["message"]
+    assert message.startswith("messages[0].role is 'xxx") and message.endswith("assistant, tool")

@@ -202,6 +202,27 @@ def test_edited_and_summarised_histories_start_segments_and_lose_nothing(templat
     assert sum(sum(row.mask) for row in talk.rows()) == sum(len(ids) for _, ids, _ in talk.backend.said)
 
 
+@pytest.mark.parametrize(
+    ("template", "first", "second"),
+    [
+        ("qwen3", {"tools": TOOLS}, {"tools": [*TOOLS, {"type": "function", "function": {"name": "g"}}]}),
+        ("qwen3", {"tools": TOOLS}, {}),
+        ("smollm2", {}, {"tools": TOOLS}),
+    ],
+)
+def test_tools_that_changed_are_the_clients_doing(template: str, first: Any, second: Any) -> None:
+    talk = Talk(template)
+    talk.ask("hi", "hello", **first)
+    rewrote = talk.ask("and?", "ok", **second).rewrote
+    assert rewrote is not None and rewrote.by == "client"
+
+
+def test_settings_that_change_nothing_before_the_answer_start_no_segment() -> None:
+    talk = Talk("qwen3")
+    first = talk.ask("hi", "hello", chat_template_kwargs={"enable_thinking": True})
+    assert goes_on(talk.ask("and?", "ok", chat_template_kwargs={"enable_thinking": False}), first)
+
+
 def test_an_answer_edited_after_a_shared_beginning_goes_on_from_that_beginning() -> None:
     talk = Talk("smollm2")
     first = talk.ask("hi", "hello")

@@ -216,3 +216,26 @@ def test_64_sessions_that_stream_at_once_never_mix(gateway: Gateway, backend: An
         calls = session.recorded()
         assert list(calls) == ids and [call.trajectory for call in calls.values()] == ["one", "two"]
         assert [call.output.content for call in calls.values()] == [f"{i} {agent}" * 5 for agent in ("one", "two")]
+
+
+@pytest.mark.parametrize("template", ["qwen3", "smollm2"])
+def test_ids_that_only_fill_up_the_models_vocabulary_can_be_sampled_told_and_gone_on_from(template: str) -> None:
+    tokenizer = chat_tokenizer(template)
+    filler = len(tokenizer) + 3
+    backend: Any = ScriptedBackend(tokenizer)
+    word = tokenizer("ok", add_special_tokens=False)["input_ids"]
+    backend.script = lambda _: [filler, *word, filler]
+    with Gateway(backend) as gateway, httpx.Client(base_url=gateway.url) as http:
+        session = gateway.open_session("s")
+        for more in ({}, {"stream": True}):
+            messages = [*HELLO]
+            for _ in range(2):
+                body = {"messages": messages, "logprobs": True, "return_token_ids": True} | more
+                answer = http.post("/s/s/v1/chat/completions", json=body)
+                assert answer.status_code == 200 and "error" not in answer.text
+                messages += [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "and?"}]
+        whole = http.post("/v1/completions", json={"prompt": "a", "logprobs": 0}).json()["choices"][0]
+    assert whole["text"] == "ok" and whole["logprobs"]["tokens"][0] == ""
+    calls = list(session.recorded().values())
+    assert [call.output.content for call in calls] == ["ok"] * 4
+    assert all(calls[i].extends for i in (1, 3)) and filler in calls[1].output.prompt_ids

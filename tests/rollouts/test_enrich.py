@@ -42,6 +42,21 @@ def test_the_only_trajectory_without_steps_takes_all_calls_without_a_tag() -> No
     assert [step.id for step in rest.steps] == ["a", "c"]
 
 
+def test_a_lone_trajectory_without_steps_or_calls_of_its_own_takes_all_whatever_they_were_tagged() -> None:
+    episode = Episode(trajectories=[Trajectory()])
+    enrich(episode, session_with(("a", "one"), ("b", None), ("c", "two")))
+    assert [step.id for step in episode.trajectories[0].steps] == ["a", "b", "c"]
+    assert "unclaimed_calls" not in episode.metadata
+
+
+def test_a_tag_that_is_another_trajectorys_is_not_taken_by_the_one_that_is_left() -> None:
+    tagged, rest = Trajectory(uid="one"), Trajectory()
+    episode = Episode(trajectories=[tagged, rest])
+    enrich(episode, session_with(("a", "one"), ("b", None), ("c", "nobody")))
+    assert ([step.id for step in tagged.steps], [step.id for step in rest.steps]) == (["a"], ["b"])
+    assert episode.metadata == {"unclaimed_calls": 1}
+
+
 def test_two_trajectories_without_steps_are_not_guessed_between() -> None:
     episode = Episode(trajectories=[Trajectory(name="solver"), Trajectory(name="judge")])
     with pytest.raises(AttributionError, match=r"2 model calls .* \(solver, judge\).*Step\(id=response.id\).*url_for"):

@@ -59,6 +59,20 @@ def judge(task, episode):
         os.write(1, b"y" * 1000)
     if what == "none":
         return None
+    if what.startswith("fork") and os.fork() == 0 and what != "fork and return":
+        time.sleep(600)
+    if what.startswith("raw fork"):  # no hook of Python's hears of it
+        import ctypes
+        libc = ctypes.CDLL(None)
+        if libc.fork() == 0:
+            libc.setsid()
+            libc.sleep(20)
+            os._exit(0)
+    if what.endswith("and loop"):
+        while True:
+            pass
+    if what.endswith("and die"):
+        os._exit(7)
     for trajectory in episode.trajectories:
         trajectory.reward = 0.25
         trajectory.metadata["pid"] = os.getpid()
@@ -145,6 +159,37 @@ def test_a_raising_dying_or_printing_evaluator_is_told_apart(pool: RewardPool) -
     with pytest.raises(RewardError, match="EvaluationError: evaluator 'judge' for task 'none': found None"):
         evaluate(pool, "none")
     assert evaluate(pool, "print")[0].reward == 1.0
+
+
+@linux
+@pytest.mark.parametrize("fork", ["fork", "raw fork"])
+def test_a_child_that_the_evaluator_forked_holds_nothing_up(pool: RewardPool, fork: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(RewardTimeout, match="in judge"):
+        evaluate(pool, f"{fork} and loop", limit_s=0.5)
+    with pytest.raises(RewardError, match="status 7"):
+        evaluate(pool, f"{fork} and die", limit_s=3)
+    assert time.monotonic() - started < 12
+    assert evaluate(pool, "fine")[0].reward == 1.0
+
+
+@linux
+def test_a_child_that_returns_from_the_evaluator_gives_no_second_reward(pool: RewardPool) -> None:
+    evaluate(pool, "fork and return")
+    with pytest.raises(RewardError, match="no numbers"):
+        evaluate(pool, "raise")
+
+
+@linux
+def test_what_the_evaluator_forked_ends_with_its_process(pool: RewardPool) -> None:
+    worker = evaluate(pool, "fork")[1].trajectories[0].metadata["pid"]
+    forked = [int(pid) for pid in Path(f"/proc/{worker}/task/{worker}/children").read_text().split()]
+    assert forked
+    pool.close()
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text() for pid in forked):
+        assert time.monotonic() < deadline, "a child of the evaluator lives on"
+        time.sleep(0.05)
 
 
 def test_it_works_from_a_thread_that_is_not_the_main_one(pool: RewardPool) -> None:

@@ -7,6 +7,7 @@ import ctypes
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from rllm.tools import PythonTool
+from rllm.tools.python import SANDBOX
 
 TOOL = PythonTool(timeout_s=2.0)
 
@@ -112,6 +114,50 @@ def test_network_programs_and_files_elsewhere_are_refused(code: str, tmp_path: P
 )
 def test_what_no_hook_hears_of_is_taken_away(code: str, tmp_path: Path) -> None:
     assert "has no attribute" in run(code.replace("FOLDER", str(tmp_path))) and list(tmp_path.iterdir()) == []
+
+
+FORK_EXEC = """
+import os, _posixsubprocess
+a = (["FOLDER/program"], [b"FOLDER/program"], True, (), None, None, -1, -1, -1, -1, -1, -1, *os.pipe(), True, False)
+print(_posixsubprocess.fork_exec(*a, 0, None, None, None, -1, None, *([False] if sys.version_info < (3, 14) else [])))
+import time; time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"import sys{FORK_EXEC}",
+        f"import sys, _posixsubprocess\ndel sys.modules['_posixsubprocess'], _posixsubprocess{FORK_EXEC}",
+        "import sys\ndel sys.modules['posix']\nimport posix\nposix.mkfifo('FOLDER/x')",
+        "import subprocess; subprocess.run(['FOLDER/program'])",
+    ],
+)
+def test_without_the_kernels_help_no_program_is_started_either(code: str, tmp_path: Path) -> None:
+    program, made = tmp_path / "program", tmp_path / "made"
+    program.write_text(f"#!/bin/sh\ntouch {made}\n")
+    program.chmod(0o700)
+    sandbox = SANDBOX
+    start = (
+        f"import sys; sys.argv.pop(0); source = open({str(sandbox)!r}).read(); names = {{'__name__': 'sandbox'}}; exec(source, names); "
+        "names['lock_files_and_signals'] = lambda folder: None; names['main']()"
+    )
+    settings = json.dumps({"memory_mb": 512, "cpu_s": 5, "file_mb": 1, "network": False})
+    folder = tmp_path / "work"
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", start, "sandbox", settings],
+        input=code.replace("FOLDER", str(tmp_path)),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+    )
+    assert done.returncode == 1 and "is not allowed here" in done.stdout, done
+    assert not made.exists() and not (tmp_path / "x").exists()
+
+
+def test_asyncio_can_be_imported() -> None:
+    assert run("import asyncio\nasync def f(): return 5\nprint(asyncio.run(f()))", PythonTool(network=True)) == "5"
 
 
 def has_landlock() -> bool:

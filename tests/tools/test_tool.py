@@ -114,6 +114,70 @@ def test_an_unknown_a_raising_and_a_slow_tool_each_give_an_error_text() -> None:
     assert time.monotonic() - started < 2
 
 
+class Unsayable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+RAISED = [SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt(), Unsayable(), StopIteration(), OSError("\ud800")]
+
+
+@pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_whatever_a_tool_raises_is_an_error_text_and_others_go_on(error: BaseException, is_async: bool) -> None:
+    if is_async and isinstance(error, KeyboardInterrupt):
+        pytest.skip("in the main thread it is the user's")
+
+    def raises() -> None:
+        raise error
+
+    async def raises_later() -> None:
+        await asyncio.sleep(0)
+        raise error
+
+    broken = rllm.tool(raises_later if is_async else raises, name="broken")
+
+    async def both() -> list[str]:
+        return await asyncio.gather(broken.call("{}"), add.call('{"a": 1}'))
+
+    told, other = asyncio.run(both())
+    assert told.startswith("error: broken failed: ") and other == "3"
+    told.encode()
+
+
+def test_a_cancelled_caller_is_cancelled_not_told() -> None:
+    @rllm.tool
+    async def waits() -> None:
+        await asyncio.sleep(3600)
+
+    async def give_up() -> None:
+        async with asyncio.timeout(0.05):
+            await waits.call("{}")
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(give_up())
+
+
+@pytest.mark.parametrize("result", ["a\ud800b", {"k": "\udfff"}, ["\ud83d\ude00"]])
+def test_results_can_always_be_sent(result: Any) -> None:
+    @rllm.tool
+    def gives() -> Any:
+        return result
+
+    text = asyncio.run(gives.call("{}"))
+    assert not text.startswith("error") and "\ufffd" in text
+    text.encode()
+
+
+@pytest.mark.parametrize(
+    "call", [("x" * 10**6, "{}"), ("add", '{"' + "x" * 10**6 + '": 1}'), ("add", "[" * 10**6), ("\ud800", "{}")]
+)
+def test_no_error_text_is_longer_than_a_result_may_be(call: tuple[str, str]) -> None:
+    text = asyncio.run(TOOLS.call(*call))
+    assert text.startswith("error: ") and len(text) < 8100
+    text.encode()
+
+
 def test_a_tool_in_a_tight_loop_is_ended_with_its_thread() -> None:
     @rllm.tool(timeout_s=0.2)
     def spin() -> None:

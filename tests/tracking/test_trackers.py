@@ -74,6 +74,13 @@ def test_a_step_is_one_plain_line_with_a_reward_per_role_speed_and_time_left(sho
         assert part in line
 
 
+def test_the_time_left_of_a_run_that_goes_on_is_that_of_its_own_steps(shown):
+    tracker, text = shown
+    tracker.start(FACTS, total_steps=40)
+    tracker.step({**STEP, "step": 30.0})
+    assert "step 30/40" in text() and "ETA 1:40" in text()
+
+
 def test_failures_and_skipped_steps_are_said_in_the_line(shown):
     tracker, text = shown
     tracker.start(FACTS, total_steps=3)

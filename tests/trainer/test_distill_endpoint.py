@@ -84,6 +84,10 @@ class _Handler(BaseHTTPRequestHandler):
         if how in ("busy", "busy once"):
             self.server.how = "well" if how == "busy once" else how
             return self.send(503, {"error": {"message": "too busy"}}, {"retry-after": "0"})
+        if how == "busy for long":
+            return self.send(503, {}, {"retry-after": "5"})
+        if how == "nested":
+            return self.send(200, "[" * 5_000)
         if how == "refuses":
             return self.send(404, {"error": {"message": "no such model"}})
         if how == "wants to sample" and body["max_tokens"] == 0:
@@ -96,6 +100,8 @@ class _Handler(BaseHTTPRequestHandler):
             values, tokens = [*values, -0.1], [*tokens, "x"]
         if how in ("-inf", "nan", "-9999"):
             values[-2] = {"-inf": -math.inf, "nan": math.nan, "-9999": -9999.0}[how]
+        if how in ("above 0", "far above 0"):
+            values[-2] = 0.7 if how == "above 0" else 10**400
         if how == "short":
             values, tokens = values[:-1], tokens[:-1]
         if how == "holes":
@@ -114,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send(200, {"choices": [choice]})
 
     def send(self, status: int, data: Any, more: dict[str, str] | None = None) -> None:
-        text = b"<html>" if data is None else json.dumps(data).encode()
+        text = b"<html>" if data is None else data.encode() if isinstance(data, str) else json.dumps(data).encode()
         self.send_response(status)
         for name, value in ({"content-length": str(len(text))} | (more or {})).items():
             self.send_header(name, value)
@@ -162,6 +168,10 @@ def test_both_forms_of_answers_are_read(
 
 FAULTS = {
     "slow": ("teacher_timeout", r"no answer within 0\.3 s \(distill\.timeout_s\)"),
+    "busy for long": ("teacher_timeout", r"distill\.timeout_s\); before that: status 503"),
+    "nested": ("teacher_error", "no completion"),
+    "above 0": ("teacher_error", r"0\.7 is no log-probability: it is above 0"),
+    "far above 0": ("teacher_error", "1000000.* is no log-probability: it is above 0"),
     "busy": ("teacher_error", "status 503: too busy"),
     "refuses": ("teacher_error", "status 404: no such model"),
     "html": ("teacher_error", "no completion: <html>"),
@@ -177,7 +187,8 @@ FAULTS = {
 @pytest.mark.parametrize("how", FAULTS)
 def test_what_the_teacher_does_not_score_is_a_failed_sample(how: str, student: LocalBackend, endpoint: Any) -> None:
     server, (reason, detail) = endpoint(), FAULTS[how]
-    distiller = distiller_of(student, server.url, share=1.0, timeout_s=0.3, max_concurrency=8)
+    seconds = 0.3 if reason == "teacher_timeout" else 20.0
+    distiller = distiller_of(student, server.url, share=1.0, timeout_s=seconds, max_concurrency=8)
     found = sampled(student, 6)
     server.how = how
     advantages, metrics = distiller.run(found)

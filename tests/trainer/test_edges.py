@@ -9,6 +9,7 @@ from test_trainer import ask, flow_of, lines, train
 
 import rllm
 from rllm.errors import ConfigError, DataError, RunError
+from rllm.evaluation import evaluate
 
 ONE_STEP = {"total_steps": 1}
 
@@ -203,3 +204,14 @@ def test_what_the_backend_cannot_do_leaves_no_run_folder(tmp_path):
 def test_validation_alone_needs_tasks(tmp_path):
     with pytest.raises(DataError, match=r"trainer\.val_only=true: there are no validation tasks; give val_dataset="):
         train(tmp_path, flow_of(ask), by_turns(0.0), val=0, trainer={"val_only": True})
+
+
+def test_inside_a_running_event_loop_a_thread_of_its_own_is_asked_for_and_is_enough(tmp_path):
+    async def notebook():
+        with pytest.raises(RunError, match=r"trainer\.train\(\) was called inside a running event loop.*to_thread"):
+            train(tmp_path, val=0, trainer=ONE_STEP)
+        with pytest.raises(RunError, match=r"^evaluate\(\) was called inside a running event loop"):
+            evaluate(agent_flow=flow_of(ask), evaluator=by_turns(1.0))
+        return await asyncio.to_thread(train, tmp_path, flow_of(ask), by_turns(0.0, 1.0), val=0, trainer=ONE_STEP)
+
+    assert asyncio.run(notebook())["steps"] == 1

@@ -119,6 +119,13 @@ def test_a_tolerance_can_be_set_and_stops_the_run(tmp_path):
         train(tmp_path, val=0, trainer={"publish_tolerance": 1e-12})
 
 
+def test_weights_that_diverge_stop_the_run_with_the_step_and_the_cure(tmp_path):
+    with pytest.raises(
+        RunError, match=r"step 1: the model gave logits that are not finite .*try a lower learning rate"
+    ):
+        train(tmp_path, val=0, optim={"lr": 1e30})
+
+
 def test_what_was_learned_before_a_run_stops_is_saved(tmp_path):
     count = iter(range(1000))
 

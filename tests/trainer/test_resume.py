@@ -1,7 +1,11 @@
 """A run that stopped goes on as if it had not: weights, optimizer, tasks, counts, files."""
 
+import contextlib
 import json
+import os
 import shutil
+import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from test_trainer import lines, settings, train
 
 import rllm
 from rllm import checkpoint
+from rllm.backends.local.backend import LocalBackend
 from rllm.errors import ConfigError
 from rllm.rollouts.batch import Rollouts
 
@@ -108,6 +113,58 @@ def test_the_run_of_a_name_goes_on_by_itself_and_begins_where_there_is_none(begu
     assert result["steps"] == 3 and [line["step"] for line in lines(tmp_path / "b/runs/one/metrics.jsonl")] == [1, 2, 3]
 
 
+def test_the_link_to_the_newest_run_can_be_named_and_stays_a_link_to_it(begun, tmp_path, monkeypatch):
+    copy_of(begun, tmp_path)
+    link = tmp_path / "runs" / "latest"
+    for total, name in (3, str(link)), (4, "."):
+        monkeypatch.chdir(link)
+        assert train(tmp_path, val=0, trainer={"total_steps": total, "resume": name})["steps"] == total
+        assert link.readlink().name == "one" and len(lines(link / "metrics.jsonl")) == total
+
+
+def test_a_run_that_was_killed_before_its_first_state_does_not_hide_the_one_that_followed(begun, tmp_path):
+    run = copy_of(begun, tmp_path)
+    run.rename(run.with_name("one-2"))
+    run.mkdir()
+    train(tmp_path, val=0, trainer={"total_steps": 3, "resume": "auto", "experiment_name": "one"})
+    assert sorted(path.name for path in run.parent.iterdir()) == ["latest", "one", "one-2"]
+    assert len(lines(run.with_name("one-2") / "metrics.jsonl")) == 3
+
+
+def test_ctrl_c_between_the_optimizer_steps_of_a_step_waits_for_its_end(tmp_path, monkeypatch):
+    """Weights and counts that are saved must be of the same step."""
+    real, taken = LocalBackend.optim_step, []
+
+    def optim_step(self, params):
+        taken.append(params)
+        if len(taken) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(self, params)
+
+    monkeypatch.setattr(LocalBackend, "optim_step", optim_step)
+    before = signal.getsignal(signal.SIGINT)
+    several = {"algorithm": {"ppo_epochs": 2, "zero_std": "keep"}}
+    result = train(tmp_path, **ALONE, **several, val=0, trainer={"total_steps": 3})
+    assert result["interrupted"] and result["steps"] == 2 and len(taken) == 4
+    run = (tmp_path / "runs" / "latest").resolve()
+    assert checkpoint.load(run)[1].step == 2 and [line["step"] for line in lines(run / "metrics.jsonl")] == [1, 2]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_in_the_validation_of_a_step_keeps_the_line_of_the_step(tmp_path, monkeypatch):
+    real = Rollouts.run
+
+    def run(self, *args, **kwargs):
+        if kwargs.get("validation"):
+            raise KeyboardInterrupt
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Rollouts, "run", run)
+    trainer = {"total_steps": 2, "test_freq": 1, "val_before_train": False}
+    result = train(tmp_path, trainer=trainer)
+    assert result["steps"] == 1 and [line["step"] for line in lines(tmp_path / "runs/latest/metrics.jsonl")] == [1]
+
+
 def test_ctrl_c_leaves_a_state_of_the_last_finished_step(tmp_path, monkeypatch):
     calls = stop_at(monkeypatch, 2)
     result = train(tmp_path, val=0, trainer={"total_steps": 2})
@@ -115,6 +172,8 @@ def test_ctrl_c_leaves_a_state_of_the_last_finished_step(tmp_path, monkeypatch):
     folder = (tmp_path / "runs" / "latest").resolve()
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "lost": 1}\n{"step": 2, "ha')
+    with (folder / "episodes.jsonl").open("ab") as file:
+        file.write('{"step": 1, "text": "é'.encode()[:-1])
     assert train(tmp_path, val=0, trainer={"total_steps": 2, "resume": str(folder)})["steps"] == 2
     assert [line["step"] for line in lines(folder / "metrics.jsonl")] == [1, 2] and calls == [1, 2, 2]
 
@@ -126,6 +185,72 @@ def test_a_kill_while_the_state_is_written_leaves_the_one_before(begun, tmp_path
     assert checkpoint.load(run)[1].step == 2
     assert train(tmp_path, val=0, trainer={"total_steps": 3, "resume": str(run)})["steps"] == 3
     assert not (run / "state.older").exists() and not (run / "state.newer").exists()
+
+
+def test_a_kill_at_any_moment_while_a_state_is_written_leaves_one(begun, tmp_path, monkeypatch):
+    """Also of a run that was already killed while it saved: here the process ends at each change of the folder in turn."""
+
+    class Killed(BaseException):
+        pass
+
+    class Backend:
+        def save_state(self, path):
+            (path / "weights").write_text("new")
+
+    run = copy_of(begun, tmp_path)
+    (run / "state" / "weights").write_text("old")
+    _, progress = checkpoint.load(run)
+    for broken in (False, True):
+        left, state = [0], run
+        for moment in range(20):
+            folder = tmp_path / f"{broken}-{moment}"
+            shutil.copytree(run, folder)
+            if broken:
+                (folder / "state").rename(folder / "state.older")
+            left = [moment]
+
+            def mortal(real, left=left):
+                def call(*args, **kwargs):
+                    if not left[0]:
+                        raise Killed
+                    left[0] -= 1
+                    return real(*args, **kwargs)
+
+                return call
+
+            with monkeypatch.context() as patch:
+                for owner, name in (os, "rename"), (os, "replace"), (os, "unlink"), (os, "rmdir"), (os, "mkdir"):
+                    patch.setattr(owner, name, mortal(getattr(owner, name)))
+                with contextlib.suppress(Killed):
+                    checkpoint.save(folder, Backend(), progress)
+            state, found = checkpoint.load(folder)
+            assert found == progress and (state / "weights").read_text() in ("old", "new")
+        assert left[0] > 0 and (state / "weights").read_text() == "new"
+
+
+def test_a_run_that_ended_early_is_not_gone_on_with_unless_it_may(begun, tmp_path):
+    run = copy_of(begun, tmp_path)
+    file = run / "state" / "progress.json"
+    watched = {"metric": "val/countdown/solver_acc", "patience": 1}
+    said = {"metric": watched["metric"], "mode": "max", "best": 0.5, "best_step": 1, "without_best": 1}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"early_stop": said}))
+    trainer = {"total_steps": 3, "test_freq": 3, "resume": str(run), "early_stop": watched}
+    with pytest.raises(
+        ConfigError, match=r"ended early: .* no new best in 1 validations; .* raise trainer\.early_stop"
+    ):
+        train(tmp_path, trainer=trainer)
+    other = watched | {"metric": "val/countdown/judge_acc", "target": -1.0}
+    assert train(tmp_path, trainer=trainer | {"early_stop": other})["early_stop"]["best_step"] == 3
+
+
+def test_other_tasks_of_the_same_number_are_seen(begun, tmp_path):
+    from rllm.data.countdown import countdown
+
+    run = copy_of(begun, tmp_path)
+    tasks = [*countdown("train", 8)]
+    tasks[3] = replace(tasks[3], instruction="Something else.")
+    with pytest.raises(ConfigError, match="that run has training tasks="):
+        train(tmp_path, tasks=tasks, val=0, trainer={"total_steps": 3, "resume": str(run)})
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from rllm.algorithms.grouping import group_by_role
 from rllm.backends.base import BASE, INITIAL_ADAPTER, AdamParams, Datum, LossSpec
 from rllm.backends.local.backend import LocalBackend
 from rllm.collect import Collected
+from rllm.config.check_training import why_trainer_logprobs
 from rllm.config.schema import Config
 from rllm.errors import DataError, RunError
 from rllm.types import Step, Trajectory
@@ -360,6 +361,34 @@ def test_a_loss_that_is_no_number_changes_nothing_and_three_in_a_row_end_the_run
     run(update, sampled(update)), run(update, sampled(update))
     with pytest.raises(RunError, match=r"3 steps in a row .*loss nan.*lower optim\.lr \(now 0\.01\)"):
         run(update, sampled(update))
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_what_no_finite_step_trained_is_counted_as_dropped(update_of, epochs):
+    """One of three mini-batches fails; with a second pass over it, which does not, its trajectories are trained after all."""
+    update = update_of(algorithm={"mini_batch_size": 2, "ppo_epochs": epochs})
+    update.backend.losses = iter([0.1, math.nan, 0.1, 0.1, 0.1, 0.1])
+    found = sampled(update)
+    metrics = run(update, found)
+    assert metrics["train/nonfinite_steps"] == 1 and metrics["train/optimizer_steps"] == 3 * epochs - 1
+    lost = 2 * EACH if epochs == 1 else 0
+    assert found.account.dropped["nonfinite"] == lost and found.account.trained == TASKS * EACH - lost
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "passes"),
+    [
+        ({"loss": "reinforce"}, False),
+        ({"loss": "cross_entropy"}, False),
+        ({"loss": "reinforce", "per_role": {"judge": {"loss": "ppo_clip"}}}, True),
+        ({"loss": "ppo_clip"}, True),
+        ({"loss": "reinforce", "old_logprobs": "trainer"}, True),
+    ],
+)
+def test_no_pass_is_made_for_losses_that_take_no_ratio(update_of, algorithm, passes):
+    update = update_of(algorithm=algorithm | {"mini_batch_size": 2})
+    run(update, sampled(update))
+    assert bool(update.backend.passes) == passes == bool(why_trainer_logprobs(update.config))
 
 
 def test_metrics_of_several_optimizer_steps_are_means_by_tokens_sums_and_largest(update_of):

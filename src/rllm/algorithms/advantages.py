@@ -31,6 +31,9 @@ Estimator = Callable[[Sequence[RewardGroup], Std], list[list[float]]]
 # Rewards this close are equal: float residue of a mean must not become a huge normalised advantage.
 EQUAL_REWARDS = 1e-9
 
+# Sums of squares of rewards above this leave the range of a float.
+SQUARES_OVERFLOW = 1e150
+
 ESTIMATORS: dict[str, Estimator] = {}
 
 
@@ -59,12 +62,18 @@ def estimate(name: str, groups: Sequence[RewardGroup], std: Std = "sample") -> l
         near = difflib.get_close_matches(name, ESTIMATORS, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ConfigError(f"algorithm.adv_estimator: unknown {name!r}{hint}; known are {', '.join(ESTIMATORS)}")
-    advantages = ESTIMATORS[name](groups, std)
+    try:
+        advantages = ESTIMATORS[name](groups, std)
+    except OverflowError:
+        advantages = [[math.inf] * len(group.rewards) for group in groups]
     expected, found = [len(g.rewards) for g in groups], [len(values) for values in advantages]
     if expected != found:
         raise ConfigError(f"advantage estimator {name!r}: gave {found} advantages for groups of {expected} rewards")
     if not all(math.isfinite(value) for values in advantages for value in values):
-        raise ConfigError(f"advantage estimator {name!r}: gave an advantage that is not a finite number")
+        largest = max((abs(reward) for group in groups for reward in group.rewards), default=0.0)
+        raise ConfigError(
+            f"advantage estimator {name!r}: gave an advantage that is not a finite number; the largest reward is {largest:g}"
+        )
     return advantages
 
 
@@ -83,6 +92,10 @@ def whiten(values: Sequence[float], counts: Sequence[int] | None = None, std: St
     total = sum(counts)
     if total == 0 or is_uniform(values):
         return [0.0] * len(values)
+    largest = max(map(abs, values))
+    if largest > SQUARES_OVERFLOW:
+        scaled = whiten([v / largest for v in values], counts, std)
+        return [largest * v for v in scaled] if std == "none" else scaled
     mean = math.fsum(n * v for n, v in zip(counts, values, strict=True)) / total
     centred = [v - mean for v in values]
     if std == "none":

@@ -25,8 +25,8 @@ Advantage = float | list[float]
 
 
 def rows_of(trajectory: Trajectory, advantages: Sequence[Advantage | None]) -> list[Datum]:
-    """One row per run of steps in which each prompt begins with everything before it; a step that does not, or that another adapter
-    sampled, starts a new row. Each row is trained with the adapter that sampled it.
+    """One row per run of steps in which each prompt begins with everything before it; a step that goes on from no row, or that another
+    adapter sampled, starts a new one. Steps of several conversations may alternate. Each row is trained with the adapter that sampled it.
 
     `advantages` are those of the steps. Sampled tokens have mask 1; prompts, tool results and other text between them, and the tokens
     of steps whose advantage is None, have 0. Rows in which nothing is trained are left out.
@@ -40,8 +40,8 @@ def rows_of(trajectory: Trajectory, advantages: Sequence[Advantage | None]) -> l
                 f"step {step.id} of trajectory {trajectory.name!r}: {len(step.response_ids)} sampled tokens but "
                 f"{len(step.logprobs)} log-probabilities; fill steps from the record (Step(id=response.id)) or give both"
             )
-        row = rows[-1] if rows else None
-        if row is None or not _extends(step, row):
+        row = next((row for row in reversed(rows) if _extends(step, row)), None)
+        if row is None:
             row = Datum(ids=[], mask=[], temperature=step.temperature, adapter=step.adapter, role=trajectory.role)
             row.call = step.id
             rows.append(row)

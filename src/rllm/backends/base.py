@@ -6,7 +6,7 @@ Knows no torch. The primitives are Tinker's: sample, forward_backward, optim_ste
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -41,6 +41,9 @@ FinishReason = Literal["stop", "length"]
 OnToken = Callable[[int, float], None]
 """Hears each token as it is sampled: (id, log-probability)."""
 
+# An odd constant (the golden ratio's digits) that gives every completion of a request a seed of its own.
+SEED_STEP = 0x9E3779B97F4A7C15
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -55,6 +58,10 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+
+    def of_choice(self, i: int) -> SamplingParams:
+        """The same for completion `i` of several with one prompt: a seed gives each one of its own, the first that of a single one."""
+        return self if self.seed is None or i == 0 else replace(self, seed=(self.seed + i * SEED_STEP) % 2**63)
 
 
 @dataclass

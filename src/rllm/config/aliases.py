@@ -16,6 +16,7 @@ from rllm.config.foreign import MEMORY as _MEMORY
 from rllm.config.foreign import NO_CRITIC as _NO_CRITIC
 from rllm.config.foreign import PLACEMENT as _PLACEMENT
 from rllm.config.foreign import ROWS as _ROWS
+from rllm.config.names import ESTIMATOR_WORDS, LOSS_WORDS, VLLM_MAX_RANK
 from rllm.errors import ConfigError
 
 
@@ -165,6 +166,8 @@ SPREAD: dict[str, tuple[str, ...]] = {
     f"{ACTOR}.clip_ratio": ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"),
     "rllm.algorithm.eps_clip": ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"),
 }
+# Those of them whose value is a list, one for each; of the others one number is for all.
+PAIRS = frozenset({f"{ACTOR}.optim.betas"})
 
 # Values that those tools use for "off" or "default", in our words.
 TRANSLATED: dict[str, dict[Any, Any]] = {
@@ -173,14 +176,8 @@ TRANSLATED: dict[str, dict[Any, Any]] = {
     "trainer.total_steps": {-1: None},
     "data.val_size": {-1: None},
     "optim.warmup_steps": {-1: None},
-    "algorithm.adv_estimator": {
-        "reinforce++": "reinforce_plus_plus",
-        "reinforce++-baseline": "reinforce_plus_plus_baseline",
-        "reinforce++_baseline": "reinforce_plus_plus_baseline",
-        "grpo_vectorized": "grpo",
-        "rloo_vectorized": "rloo",
-    },
-    "algorithm.loss": {"vanilla": "ppo_clip", "ppo": "ppo_clip"},
+    "algorithm.adv_estimator": {**ESTIMATOR_WORDS},
+    "algorithm.loss": {**LOSS_WORDS},
     "algorithm.loss_agg_mode": {"sum-norm": "seq-mean-token-sum-norm"},
     "algorithm.kl_estimator": {
         "kl": "k1",
@@ -355,7 +352,6 @@ KL_SWITCHES = (
 )
 # Keys that switch a field on and off and are not its value.
 SWITCHES = frozenset({STEPWISE, PRECOMPUTED, *(switch for switch, _, _ in KL_SWITCHES)})
-VLLM_MAX_RANK = 512
 
 
 def check_engine_rank(entries: Sequence[Entry], ranks: Mapping[str, int]) -> None:
@@ -378,6 +374,8 @@ def translated(field: str, key: str, value: Any) -> Any:
         if len(value) != len(fields):
             raise ConfigError(f"{key}={list(value)}: {len(value)} values; expected {len(fields)}: {', '.join(fields)}")
         return value[fields.index(field)]
+    if key in PAIRS:
+        raise ConfigError(f"{key}={value}: expected a list of {len(SPREAD[key])}: {', '.join(SPREAD[key])}")
     if key != field and isinstance(value, bool) and field in FLAGS:
         return FLAGS[field][value]
     words: Mapping[Any, Any] = TRANSLATED.get(field, {})

@@ -14,12 +14,15 @@ from rllm.config.check_tinker import check_tinker, tinker_notes
 from rllm.config.check_training import check_training, makes_several_steps, training_notes
 from rllm.config.names import (
     AGGREGATIONS,
+    ESTIMATOR_WORDS,
     ESTIMATORS,
     GROUP_RELATIVE,
     LOSS_OPTIONS,
+    LOSS_WORDS,
     LOSSES,
     REFUSED_ESTIMATORS,
     REFUSED_LOSSES,
+    VLLM_MAX_RANK,
 )
 from rllm.config.schema import Config, ModelConfig
 from rllm.errors import ConfigError
@@ -47,6 +50,8 @@ def check(config: Config, provenance: Mapping[str, str] | None = None, training:
     check_tinker(config, refuse)
     if problem := quantization_problem(config.model, bool(config.lora.adapters())):
         raise refuse("model.quantization", problem)
+    if problem := engine_problem(config, training=training and not config.trainer.val_only):
+        raise refuse("rollout.engine", problem)
     for name in LOGGERS if training else ():
         if name != "console" and name in config.trainer.logger and importlib.util.find_spec(name) is None:
             raise refuse("trainer.logger", f"trainer.logger: {name} is not installed; pip install 'rllm[{name}]'")
@@ -99,6 +104,29 @@ def quantization_problem(model: ModelConfig, lora: bool, device: str | None = No
         )
     if importlib.util.find_spec("bitsandbytes") is None:
         return f"{key}: bitsandbytes is not installed; pip install 'rllm[qlora]'"
+    return None
+
+
+def engine_problem(config: Config, device: str | None = None, training: bool = True) -> str | None:
+    """Why ``rollout.engine`` cannot be had, as far as is known: `device` what ``auto`` came to."""
+    key = f"rollout.engine={config.rollout.engine}"
+    if config.rollout.engine == "local":
+        return None
+    if (device or config.model.device) == "cpu":
+        return f"{key} needs a CUDA device, model.device={config.model.device} is the CPU; use cuda, or rollout.engine=local"
+    if config.model.quantization != "none":
+        return f"{key} with model.quantization={config.model.quantization}: vLLM would sample from other weights than are trained; set one of them back"
+    if training and not config.lora.trains_adapters:
+        return (
+            f"{key} with lora.rank=0: only adapters are handed to vLLM; set lora.rank above 0, or rollout.engine=local"
+        )
+    ranks = [r for own in config.lora.adapters().values() for r in (own.rank, *own.rank_pattern.values())]
+    if max(ranks, default=0) > VLLM_MAX_RANK:
+        return (
+            f"{key} with rank {max(ranks)}: vLLM serves ranks up to {VLLM_MAX_RANK}; lower it, or rollout.engine=local"
+        )
+    if device is not None and importlib.util.find_spec("vllm") is None:
+        return f"{key}: vLLM is not installed; pip install 'rllm[vllm]', or rollout.engine=local"
     return None
 
 
@@ -178,6 +206,9 @@ def _one_of(
     choices = f"available are {', '.join(allowed)}"
     if value in refused:
         raise refuse(key, f"{key}={value}: {refused[value]}; {choices}")
-    near = difflib.get_close_matches(str(value), [*allowed, *refused], n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    words = {name: name for name in allowed} | {
+        word: name for word, name in (ESTIMATOR_WORDS | LOSS_WORDS).items() if name in allowed
+    }
+    near = difflib.get_close_matches(str(value).lower(), words, n=1)
+    hint = f" (did you mean {words[near[0]]!r}?)" if near else ""
     raise refuse(key, f"{key}={value}: unknown{hint}; {choices}")

@@ -23,6 +23,7 @@ Refuse = Callable[[str, str], Exception]
 def check_training(config: Config, refuse: Refuse) -> None:
     """Raise what `refuse(key, message)` makes of the first thing that cannot be done."""
     _check_reference(config, refuse)
+    _check_precomputed(config.algorithm, refuse)
     _check_steps(config.algorithm, refuse)
     _check_correction(config.algorithm, refuse)
     _check_lengths(config, refuse)
@@ -46,11 +47,27 @@ def _check_reference(config: Config, refuse: Refuse) -> None:
             "algorithm.reference=initial_adapter with lora.rank=0: full fine-tuning has no adapter; base is the weights that training "
             "started from",
         )
-    if a.kl_in_reward and a.adv_estimator == "precomputed":
+
+
+def _check_precomputed(a: AlgorithmConfig, refuse: Refuse) -> None:
+    """Where no advantage is made of a reward, what changes rewards or looks at them would do nothing, or throw away what teaches."""
+    if a.adv_estimator != "precomputed":
+        return
+    why = "algorithm.adv_estimator=precomputed: no advantage is made from the reward"
+    if a.kl_in_reward:
         raise refuse(
             "algorithm.kl_in_reward",
-            f"algorithm.kl_in_reward={a.kl_in_reward:g} with algorithm.adv_estimator=precomputed: no advantage is made from the reward; "
-            "use algorithm.kl_beta, the KL term of the loss",
+            f"algorithm.kl_in_reward={a.kl_in_reward:g} with {why}; use algorithm.kl_beta, the KL term of the loss",
+        )
+    if a.overlong_buffer:
+        raise refuse(
+            "algorithm.overlong_buffer",
+            f"algorithm.overlong_buffer={a.overlong_buffer} with {why}; set it to 0, and take the penalty off Step.advantage",
+        )
+    if a.rejection_sampling.enable:
+        raise refuse(
+            "algorithm.rejection_sampling.enable",
+            f"algorithm.rejection_sampling.enable=true with {why}, and it throws groups of equal rewards away; set it to false",
         )
 
 
@@ -62,6 +79,12 @@ def _check_steps(a: AlgorithmConfig, refuse: Refuse) -> None:
             f"algorithm.{changed}",
             f"algorithm.{changed}={getattr(a, changed):g} with algorithm.stepwise=per_step: it changes the reward of whole trajectories, "
             f"and each step is compared by its own; set algorithm.stepwise=broadcast, or algorithm.{changed}=0",
+        )
+    if a.stepwise == "per_step" and a.rejection_sampling.enable:
+        raise refuse(
+            "algorithm.rejection_sampling.enable",
+            "algorithm.rejection_sampling.enable=true with algorithm.stepwise=per_step: it keeps tasks by the rewards of whole "
+            "trajectories, and each step is compared by its own; set algorithm.stepwise=broadcast, or it to false",
         )
 
 
@@ -89,12 +112,15 @@ def _check_correction(a: AlgorithmConfig, refuse: Refuse) -> None:
 
 def _check_lengths(config: Config, refuse: Refuse) -> None:
     """What is counted from a completion's limit (overlong shaping, sum-norm) must not count from one that no completion comes to."""
-    d, wanted = config.data, config.rollout.max_tokens
+    d, own = config.data, config.rollout.max_tokens
+    key, longest = (
+        ("rollout.max_tokens", own) if own is not None else ("data.max_response_length", d.max_response_length)
+    )
     room = config.model.max_model_len or d.max_prompt_length + d.max_response_length
-    if wanted is not None and wanted >= room:
+    if longest >= room:
         raise refuse(
-            "rollout.max_tokens",
-            f"rollout.max_tokens={wanted}: prompt and completion have {room} tokens together (model.max_model_len, or "
+            key,
+            f"{key}={longest}: prompt and completion have {room} tokens together (model.max_model_len, or "
             "data.max_prompt_length + data.max_response_length); lower it, or raise those",
         )
 
@@ -218,7 +244,7 @@ def why_trainer_logprobs(config: Config) -> str | None:
         return "algorithm.rollout_correction weighs by them"
     if a.old_logprobs == "trainer":
         return "algorithm.old_logprobs=trainer"
-    if a.old_logprobs == "sampler":
+    if a.old_logprobs == "sampler" or not a.takes_ratio():
         return None
     if a.ppo_epochs > 1:
         return f"algorithm.ppo_epochs={a.ppo_epochs} trains each token more than once"

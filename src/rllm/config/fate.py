@@ -54,13 +54,16 @@ def settle_inside(entries: Sequence[Entry]) -> list[Entry]:
     """Keys that set one entry of a mapping here: settings of the chat template, and the beta of dro, which verl's tree always holds and
     which means something only where that loss is chosen."""
     loss = next((e.value for e in reversed(entries) if "algorithm.loss" in (e.key, ALIASES.get(e.key))), None)
+    own = [e.value for e in entries if e.key.startswith("algorithm.per_role.") and e.key.endswith(".loss")]
     inside = {THINKING: ("rollout.chat_template_kwargs.enable_thinking", False), DRO_BETA: (LOSS_BETA, None)}
     settled: list[Entry] = []
     for entry in entries:
         target, value = inside.get(entry.key, ("", None))
         if entry.key.startswith(f"{TEMPLATE}."):
             target = f"rollout.chat_template_kwargs.{entry.key.removeprefix(f'{TEMPLATE}.')}"
-        elif (entry.key == DRO_BETA and loss != "dro") or (entry.key == THINKING and entry.value is not True):
+        elif (entry.key == DRO_BETA and "dro" not in (loss, *own)) or (
+            entry.key == THINKING and entry.value is not True
+        ):
             target = ""
         if target:
             given = entry.value if value is None else value
@@ -106,12 +109,27 @@ def _settle_switch(entries: Sequence[Entry], switch: str, coefficient: str, weig
     value: float | None = 0.0
     if given.value:
         # Where the coefficient is no key of its own here, the switch takes it over.
-        own = next((e.value for e in reversed(entries) if e.key == coefficient), None)
+        own = _coefficient(entries, coefficient, weight)
         known = any(e.key == weight or (e.key == coefficient and coefficient in ALIASES) for e in entries)
         value = None if known else VERL_KL_COEF if own is None else own
     dropped = {switch} if value is None else {switch, coefficient}
     settled = [replace(e, value=value, raw=None) if e is given and value is not None else e for e in entries]
     return [e for e in settled if e.key not in dropped or (e.key == switch and e.value is value and value is not None)]
+
+
+def _coefficient(entries: Sequence[Entry], coefficient: str, weight: str) -> float | None:
+    """verl's weight of a term whose switch is on. It is checked here, where it still has its name."""
+    theirs = next((e for e in reversed(entries) if e.key == coefficient), None)
+    if theirs is None or coefficient in ALIASES:
+        return None
+    if isinstance(theirs.value, bool) or not isinstance(theirs.value, (int, float)):
+        raise ConfigError(f"{theirs.source}: {coefficient}={theirs.value!r}: allowed: number")
+    ours = next((e for e in reversed(entries) if e.key == weight and e.source == theirs.source), None)
+    if ours is not None and ours.value != theirs.value:
+        raise ConfigError(
+            f"{ours.source}: {weight}={ours.value} and {coefficient}={theirs.value} both set {weight}, differently; give one"
+        )
+    return theirs.value
 
 
 def settle_advantages(entries: Sequence[Entry]) -> list[Entry]:

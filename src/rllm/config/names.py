@@ -32,6 +32,8 @@ LOSSES: dict[str, str] = {
     "reinforce": "-logp A",
     "cross_entropy": "-logp A; A is the weight of the token",
 }
+NO_RATIO = frozenset({"reinforce", "cross_entropy"})
+"""Losses that read the log-probabilities of the trained policy alone."""
 AGGREGATIONS: dict[str, str] = {
     "token-mean": "mean over all tokens",
     "token-sum": "sum over all tokens",
@@ -56,6 +58,18 @@ REFUSED_ESTIMATORS: dict[str, str] = {
 REFUSED_LOSSES: dict[str, str] = dict.fromkeys(
     ("clip_cov", "kl_cov", "geo_mean", "sapo", "gpg", "dppo_tv", "dppo_kl", "bypass_mode"), "not built"
 )
+
+VLLM_MAX_RANK = 512
+"""The highest of vLLM's `max_lora_rank`."""
+ESTIMATOR_WORDS = {
+    "reinforce++": "reinforce_plus_plus",
+    "reinforce++-baseline": "reinforce_plus_plus_baseline",
+    "reinforce++_baseline": "reinforce_plus_plus_baseline",
+    "grpo_vectorized": "grpo",
+    "rloo_vectorized": "rloo",
+}
+LOSS_WORDS = {"vanilla": "ppo_clip", "ppo": "ppo_clip"}
+"""What verl and rLLM call some of ours."""
 
 TEMPLATE_RESERVED = frozenset({
     "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",

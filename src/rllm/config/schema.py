@@ -19,6 +19,8 @@ from rllm.config.section import Fraction, Section
 ROLE_NAME = r"[A-Za-z0-9._-]{1,64}"
 # Names that mean something else where an adapter is named.
 RESERVED_ROLES = ("base", "initial")
+# A division of logits by less overflows float32 for ordinary models; 0 is greedy.
+MIN_TEMPERATURE = 1e-5
 
 
 class ModelConfig(Section):
@@ -196,6 +198,10 @@ class RolloutConfig(Section):
     max_tokens: int | None = Field(
         default=None, gt=0, description="Most tokens per completion; default: data.max_response_length"
     )
+    engine: Literal["local", "vllm"] = Field(
+        default="local",
+        description="What samples on this machine: the engine that is built in, or vLLM with the adapters loaded after every step (CUDA, LoRA)",
+    )
     max_batch: int = Field(default=128, gt=0, description="Most sequences the sampler decodes at once")
     max_concurrency: int = Field(default=128, gt=0, description="Most episodes running at once")
     max_tokens_in_flight: int | None = Field(
@@ -225,6 +231,13 @@ class RolloutConfig(Section):
         default=0.5, description="Above this share of failed episodes in a step the run stops with the first traceback"
     )
 
+    @field_validator("temperature", "val_temperature")
+    @classmethod
+    def _greedy_or_warm(cls, value: float | None) -> float | None:
+        if value is not None and 0 < value < MIN_TEMPERATURE:
+            raise ValueError(f"input should be 0 (greedy) or at least {MIN_TEMPERATURE:g}")
+        return value
+
     @field_validator("chat_template_kwargs")
     @classmethod
     def _of_the_template(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -240,8 +253,8 @@ class OptimConfig(Section):
     lr: float = Field(
         default=1e-3, gt=0, description="Learning rate of AdamW; LoRA wants about 10x that of full fine-tuning"
     )
-    beta1: Fraction = Field(default=0.9, description="AdamW beta1")
-    beta2: Fraction = Field(default=0.95, description="AdamW beta2")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW beta1")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW beta2")
     eps: float = Field(default=1e-8, gt=0, description="AdamW epsilon")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay")
     grad_clip: float = Field(default=1.0, ge=0, description="Global gradient norm limit; 0: off")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from rllm.config.names import AGGREGATIONS, ESTIMATORS, LOSSES
+from rllm.config.names import AGGREGATIONS, ESTIMATOR_WORDS, ESTIMATORS, LOSS_WORDS, LOSSES, NO_RATIO
 from rllm.config.section import Fraction, Section
 
 
@@ -54,6 +54,16 @@ class RoleAlgorithm(Section):
 
     adv_estimator: str | None = Field(default=None, description="Advantage estimator of the role")
     loss: str | None = Field(default=None, description="Policy loss of the role")
+
+    @field_validator("adv_estimator", mode="before")
+    @classmethod
+    def _our_estimator(cls, value: Any) -> Any:
+        return ESTIMATOR_WORDS.get(value, value) if isinstance(value, str) else value
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _our_loss(cls, value: Any) -> Any:
+        return LOSS_WORDS.get(value, value) if isinstance(value, str) else value
 
 
 class AlgorithmConfig(Section):
@@ -156,3 +166,7 @@ class AlgorithmConfig(Section):
     def losses(self) -> set[str]:
         """Every loss that is named, of single roles too."""
         return {self.loss, *(own.loss for own in self.per_role.values() if own.loss)}
+
+    def takes_ratio(self) -> bool:
+        """Whether a loss compares the policy with the one before the update; a loss of the user's may."""
+        return not self.losses() <= NO_RATIO

@@ -114,6 +114,8 @@ def parse_override(text: str) -> tuple[str, Any, str]:
         return key, _spaced(yaml.load(raw, Loader=_Loader)), raw
     except (yaml.YAMLError, ValueError):  # not YAML at all: a regex, a name
         return key, raw, raw
+    except RecursionError:
+        raise ConfigError(f"argument {text[:80]!r}: the value holds itself, or is nested too deeply") from None
 
 
 def about_option(text: str) -> str:

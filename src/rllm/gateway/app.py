@@ -20,8 +20,8 @@ from starlette.requests import ClientDisconnect
 from rllm.errors import UserError
 from rllm.gateway import responses
 from rllm.gateway.chat import ChatModel, Prompt
-from rllm.gateway.errors import RequestError
-from rllm.gateway.events import event, event_stream, while_connected
+from rllm.gateway.errors import RequestError, error_body
+from rllm.gateway.events import CLIENT_GONE, event, event_stream, while_connected
 from rllm.gateway.messages import plain_messages, plain_text, plain_tools
 from rllm.gateway.recorder import Session
 from rllm.gateway.replies import Reply
@@ -33,8 +33,6 @@ from rllm.types import new_id
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
-# What nginx answers for a caller that hung up; nobody reads it.
-CLIENT_GONE = 499
 MAX_BODY_BYTES = 64 * 2**20
 LITTLE_BYTES = 64 * 2**10
 
@@ -89,8 +87,9 @@ class Routes:
         params, form = call_params(body), reply_form(body, False)
         adapter, name = self._adapter(body, session)
         call, ids = _call_ids("cmpl", form.n)
+        named = [(one, adapter, i) for i, one in enumerate(ids)]
         if scoring.generate:
-            calls = [self.model.prepare(prompt, params, session, trajectory, one, adapter) for one in ids]
+            calls = [self.model.prepare(prompt, params, session, trajectory, *one) for one in named]
             outputs = await while_connected(request, [self.model.answer(one) for one in calls])
         else:
             outputs = [self.model.nothing_sampled(prompt, one, adapter) for one in ids]
@@ -111,7 +110,7 @@ class Routes:
             tools, settings = responses.tool_use(body), template_settings(body.get("chat_template_kwargs"))
             return self.model.chat_prompt(responses.as_messages(body), session, trajectory, tools, settings)
 
-        params = call_params({("max_tokens" if k == "max_output_tokens" else k): v for k, v in body.items()})
+        params = call_params(body, "max_output_tokens")
         adapter, name = self._adapter(body, session)
         call = self.model.prepare(await _apart(size, make), params, session, trajectory, f"resp_{new_id()}", adapter)
         reply = responses.ResponseReply.to(body, call.call_id, name, call.apart)
@@ -145,7 +144,8 @@ class Routes:
         params, form = call_params(body), reply_form(body, chat)
         adapter, name = self._adapter(body, session)
         call, ids = _call_ids("chatcmpl" if chat else "cmpl", form.n)
-        calls = [self.model.prepare(prompt, params, session, trajectory, one, adapter) for one in ids]
+        named = [(one, adapter, i) for i, one in enumerate(ids)]
+        calls = [self.model.prepare(prompt, params, session, trajectory, *one) for one in named]
         reply = Reply(call, name, form, chat, self.model, calls[0].apart)
         if form.stream:
             events = reply.events([self.model.stream(one) for one in calls])
@@ -231,14 +231,14 @@ def _error(
 ) -> Response:
     # A call that ran out of time is not tried again by the client: OpenAI's would do so for any 5xx.
     headers = {"x-should-retry": "false"} if status == 504 else None
-    return _json({"error": {"message": message, "type": kind, "param": param, "code": code}}, status, headers)
+    return _json(error_body(message, kind, param, code), status, headers)
 
 
 def _error_event(error: Exception) -> str:
     """How a stream tells that it will not come to its end."""
     _log(error)
     message = f"{type(error).__name__}: {error}"
-    return event({"error": {"message": message, "type": "server_error", "param": None, "code": None}}, "error")
+    return event(error_body(message, "server_error"), "error")
 
 
 def _log(error: Exception) -> None:

@@ -6,6 +6,7 @@ Knows the backend's `sample` and the rendered chat; nothing of HTTP.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any, Literal
 from rllm.backends.base import DEFAULT_ADAPTER, Backend, OnToken, SamplingParams, Scored
 from rllm.gateway import hermes
 from rllm.gateway.errors import RequestError
-from rllm.gateway.messages import ToolUse, plain_messages, plain_tools
+from rllm.gateway.messages import ToolUse, canonical_json, plain_messages, plain_tools
 from rllm.gateway.recorder import Call, Session
 from rllm.gateway.render import Renderer
 from rllm.gateway.requests import CallParams, sampling_keywords
@@ -39,6 +40,7 @@ class Prompt:
     tools: ToolUse | None = None
     extends: str | None = None
     rewritten_by: str | None = None
+    frame: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -134,14 +136,16 @@ class ChatModel:
             except RequestError:  # a template may refuse an answer as it was sampled
                 pass
         extends = earlier.output.id if earlier is not None and ids is not None else None
-        by = "client" if known else "template" if earlier is not None and ids is None else None
+        frame, by = _frame(listed, settings), None
+        if known or (earlier is not None and ids is None):
+            by = "template" if not known and earlier is not None and earlier.frame == frame else "client"
         if ids is None:
             as_sampled, text = messages, self.renderer.text(messages, listed, settings)
             ids = self.renderer.encode(text + forced)
         if session and by:  # what was rewritten can come to tokens that go on from recorded ones all the same
             continued, latest = session.continued(ids, trajectory)
             extends, by = (continued, None) if latest else (extends or continued, by)
-        return Prompt(ids, messages, as_sampled, text, forced, tools, extends, by)
+        return Prompt(ids, messages, as_sampled, text, forced, tools, extends, by, frame)
 
     def text_prompt(
         self, prompt: str | Sequence[int], session: Session | None = None, trajectory: str | None = None
@@ -160,14 +164,16 @@ class ChatModel:
         trajectory: str | None = None,
         call_id: str | None = None,
         adapter: str | None = None,
+        choice: int = 0,
     ) -> Prepared:
-        """Check a call against the limits, and settle how it is sampled. Its place in the session's order is taken here."""
+        """Check a call against the limits, and settle how it is sampled. Its place in the session's order is taken here. `choice`: which
+        of several answers to one request it is."""
         _check_length(prompt, self.max_prompt_length, "data.max_prompt_length and the model's length")
         return Prepared(
             call_id=call_id or f"chatcmpl-{new_id()}",
             prompt=prompt,
             stop=params.stop,
-            sampling=self._sampling(params, prompt, session, trajectory),
+            sampling=self._sampling(params, prompt, session, trajectory, choice),
             adapter=adapter or (session.adapter_of(None) if session else DEFAULT_ADAPTER),
             session=session,
             trajectory=trajectory,
@@ -310,9 +316,13 @@ class ChatModel:
             rewrote = session.rewrite(prompt.ids, call.trajectory, prompt.rewritten_by == "template")
             if not self._told_of_rewriting:
                 self._told_of_rewriting = True
-                what = "the chat template writes" if rewrote.by == "template" else "the agent sent"
+                what = (
+                    "the chat template writes earlier turns"
+                    if rewrote.by == "template"
+                    else "the agent sent earlier turns or tools"
+                )
                 logger.warning(
-                    "%s earlier turns otherwise than they were sampled (first at token %d: recorded %s, now %s): such a call starts "
+                    "%s otherwise than they were sampled (first at token %d: recorded %s, now %s): such a call starts "
                     "a new segment, trained as a row of its own; counted in gateway/rewritten",
                     what,
                     rewrote.at,
@@ -330,11 +340,12 @@ class ChatModel:
                 apart=call.apart,
                 as_sampled=prompt.as_sampled,
                 prompt_text=prompt.text,
+                frame=prompt.frame,
             )
         )
 
     def _sampling(
-        self, params: CallParams, prompt: Prompt, session: Session | None, trajectory: str | None
+        self, params: CallParams, prompt: Prompt, session: Session | None, trajectory: str | None, choice: int
     ) -> SamplingParams:
         """The call's settings, else the session's, else the defaults; checked against what training allows."""
         defaults = session.sampling if session else {}
@@ -358,7 +369,7 @@ class ChatModel:
             top_k=int(top_k),
             seed=seed,
             stop=(*params.stop, hermes.CLOSE) if one_call else params.stop,
-        )
+        ).of_choice(choice if params.seed is not None else 0)
 
 
 class SessionEngine:
@@ -384,6 +395,11 @@ class SessionEngine:
             if error.code == TOO_LONG:
                 raise TerminationEvent(TerminationReason.MAX_PROMPT_LENGTH_EXCEEDED) from error
             raise
+
+
+def _frame(tools: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> bytes:
+    """What a template is given beside the messages, as a digest."""
+    return hashlib.blake2b(canonical_json([list(tools), dict(settings)]).encode(), digest_size=16).digest()
 
 
 def _check_length(prompt: Prompt, most: int, why: str) -> None:

@@ -16,6 +16,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
+# What nginx answers for a caller that hung up; nobody reads it.
+CLIENT_GONE = 499
 
 
 async def while_connected(request: Request, calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

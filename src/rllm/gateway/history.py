@@ -24,7 +24,7 @@ Key = tuple[str | None, bytes]
 class Rewrite:
     """A chat that holds an earlier answer, or an earlier prompt, and still does not go on from its tokens. From token `at` on the
     prompt differs from what was recorded: `recorded` there, `found` now (None: one of them ends). `by`: the ``template`` writes
-    earlier turns otherwise, or the ``client`` changed the messages."""
+    earlier turns otherwise, or the ``client`` changed the messages, the tools or the template's settings."""
 
     at: int
     recorded: int | None

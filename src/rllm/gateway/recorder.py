@@ -37,6 +37,8 @@ class Call:
     """`messages` with each answer as it was sampled."""
     prompt_text: str = field(default="", repr=False)
     """What the template wrote for `as_sampled`."""
+    frame: bytes = field(default=b"", repr=False)
+    """A digest of what the template was given beside the messages: tools and settings."""
 
     @property
     def answer(self) -> Message:
@@ -85,10 +87,12 @@ class Session:
         return next(self._orders)
 
     def record(self, call: Call) -> None:
-        """Keep `call`; later chats may go on from it."""
+        """Keep `call`; later chats may go on from it if it has tokens."""
         output = call.output
         with self._lock:
             self._calls[output.id] = call
+            if not output.prompt_ids:
+                return
             if call.messages:
                 self._history.add(output.id, call.trajectory, call.messages, call.answer)
             self._history.add_tokens(output.id, call.trajectory, [*output.prompt_ids, *output.completion_ids])

@@ -1,34 +1,40 @@
 """A gateway to somebody else's OpenAI endpoint: calls are passed on as they are, and recorded by session without token ids.
 
-Knows HTTP and OpenAI's shapes; nothing of backends. For evaluation only: what has no token ids cannot be trained.
+Knows HTTP; how answers are read is `remote_record.py`'s. Nothing of backends. For evaluation only: what has no token ids cannot be trained.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect
 
-from rllm.gateway import responses
 from rllm.gateway.endpoint import ATTEMPTS, TRANSIENT, key_header, served_model, wait_of
-from rllm.gateway.errors import RequestError
-from rllm.gateway.messages import tool_call
-from rllm.gateway.recorder import Call, Session
+from rllm.gateway.errors import CALL_TIMEOUT, error_body
+from rllm.gateway.events import CLIENT_GONE
+from rllm.gateway.recorder import Session
+from rllm.gateway.remote_record import Record
 from rllm.gateway.thread import AppThread
-from rllm.types import AgentConfig, Message, ModelOutput, TerminationEvent, TerminationReason, new_id
+from rllm.tools.json_text import strict_json
+from rllm.types import AgentConfig, Message, ModelOutput, TerminationEvent, TerminationReason
+
+# Of an answer that is none, an error message quotes this much.
+SHOWN_CHARACTERS = 300
 
 
 class RemoteGateway(AppThread):
     """Serves sessions like `Gateway` does, from the endpoint at `base_url` (up to and with ``/v1``). The flow never sees the API key."""
 
     roles: tuple[str, ...] = ()
+    token_limits = None
 
     def __init__(
         self,
@@ -100,36 +106,53 @@ class RemoteGateway(AppThread):
         session = self._sessions.get(request.path_params["session"])
         if session is None:
             return _error(404, f"no open session {request.path_params['session']!r}; its episode has ended")
-        path, raw = request.path_params["path"], await request.body()
         try:
-            body = json.loads(raw) if raw else None
+            raw = await request.body()
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_GONE)
+        try:
+            body = strict_json(raw) if raw else None
         except (ValueError, RecursionError) as error:
             return _error(400, f"the body is not valid JSON: {error}")
-        trajectory = request.path_params.get("trajectory") or request.headers.get("x-rllm-trajectory")
-        record = _Record(session, trajectory, body) if isinstance(body, dict) else None
-        if record is not None:
-            self._complete(record.body, session)
-        sending = asyncio.ensure_future(self._send(request.method, path, record.body if record else None))
+        record = None
+        if isinstance(body, dict):
+            trajectory = request.path_params.get("trajectory") or request.headers.get("x-rllm-trajectory")
+            record = Record(session, trajectory, body)
+            self._complete(body, session)
+            raw = json.dumps(body).encode()  # ASCII: whatever a client sent can be sent on
+        asked = _Asked(request.method, self._url_of(request), raw)
+        sending = asyncio.ensure_future(self._answer(asked, record))
         gone = asyncio.ensure_future(request.receive())
         try:
             await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not sending.done():
-                return Response(status_code=499)  # the caller hung up
-            answer = sending.result()
-        except httpx.TimeoutException:
-            return _error(504, f"no answer within {self.call_timeout_s:g} s (rollout.call_timeout_s)")
+            return sending.result() if sending.done() else Response(status_code=CLIENT_GONE)
+        except (httpx.TimeoutException, TimeoutError) as error:
+            if self.call_timeout_s is None:
+                return _error(504, f"{self.base_url} does not answer: {type(error).__name__}")
+            return _error(504, f"no answer within {self.call_timeout_s:g} s (rollout.call_timeout_s)", CALL_TIMEOUT)
         except httpx.HTTPError as error:
             return _error(502, f"{self.base_url} does not answer: {type(error).__name__}: {error}")
         finally:
             gone.cancel()
             sending.cancel()
-        kind = answer.headers.get("content-type", "application/json")
-        if kind.startswith("text/event-stream"):
-            return StreamingResponse(_streamed(answer, record), answer.status_code, media_type=kind)
-        content = await answer.aread()
+
+    def _url_of(self, request: Request) -> str:
+        query = f"?{request.url.query}" if request.url.query else ""
+        return f"{self.base_url}/{quote(request.path_params['path'], safe='/:@')}{query}"
+
+    async def _answer(self, asked: _Asked, record: Record | None) -> Response:
+        """The endpoint's answer, recorded; the limit counts to its end, for a stream to its beginning and between its parts."""
+        async with asyncio.timeout(self.call_timeout_s):
+            answer = await self._send(asked)
+            kind = answer.headers.get("content-type", "application/json")
+            if kind.startswith("text/event-stream"):
+                return StreamingResponse(_streamed(answer, record), answer.status_code, media_type=kind)
+            try:
+                content = await answer.aread()
+            finally:
+                await answer.aclose()
         if record is not None and answer.status_code == 200:
-            with contextlib.suppress(ValueError):
-                record.take(json.loads(content))
+            record.take(content)
         return Response(content, answer.status_code, media_type=kind)
 
     def _complete(self, body: dict[str, Any], session: Session) -> None:
@@ -145,14 +168,15 @@ class RemoteGateway(AppThread):
             if value is not None and body.get(name) is None and not is_length and not is_off:
                 body[name] = value
 
-    async def _send(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
+    async def _send(self, asked: _Asked) -> httpx.Response:
         """The endpoint's answer, its body still to be read. What may pass by itself is tried again, after as long as it asks for."""
         assert self._client is not None
+        kind = {"content-type": "application/json"} if asked.body else {}
         for attempt in range(ATTEMPTS):
             last = attempt == ATTEMPTS - 1
             wait = wait_of(attempt, None)
             try:
-                request = self._client.build_request(method, f"{self.base_url}/{path}", json=body)
+                request = self._client.build_request(asked.method, asked.url, content=asked.body or None, headers=kind)
                 answer = await self._client.send(request, stream=True)
                 if answer.status_code not in TRANSIENT or last or answer.headers.get("x-should-retry") == "false":
                     return answer
@@ -177,126 +201,36 @@ class RemoteEngine:
         trajectory = sampling.pop("trajectory", None)
         sampling.pop("role", None)
         url = self._config.url_for(trajectory) if trajectory else self._config.base_url
+        body = json.dumps({"messages": messages} | sampling).encode()
         async with httpx.AsyncClient(timeout=None) as client:
-            answer = await client.post(f"{url}/chat/completions", json={"messages": messages} | sampling)
-        data = answer.json()
+            answer = await client.post(f"{url}/chat/completions", content=body)
+        try:
+            data = answer.json()
+        except ValueError:
+            data = None
         if answer.status_code != 200:
-            error = data.get("error") or {}
-            if error.get("code") == "context_length_exceeded":
+            error = data.get("error") if isinstance(data, dict) else None
+            told = error if isinstance(error, dict) else {}
+            if told.get("code") == "context_length_exceeded":
                 raise TerminationEvent(TerminationReason.MAX_PROMPT_LENGTH_EXCEEDED)
-            raise RuntimeError(
-                f"the endpoint answered with status {answer.status_code}: {error.get('message') or data}"
-            )
-        return self.session.recorded()[str(data["id"])].output
+            said = told.get("message") or answer.text[:SHOWN_CHARACTERS]
+            raise RuntimeError(f"the endpoint answered with status {answer.status_code}: {said}")
+        call = self.session.recorded().get(str(data.get("id"))) if isinstance(data, dict) else None
+        if call is None:
+            raise RuntimeError(f"the endpoint's answer is no chat completion: {answer.text[:SHOWN_CHARACTERS]}")
+        return call.output
 
 
-@dataclass
-class _Record:
-    """One call on its way: what was asked, and what came back so far."""
+@dataclass(frozen=True)
+class _Asked:
+    """What is sent to the endpoint."""
 
-    session: Session
-    trajectory: str | None
-    body: dict[str, Any]
-    order: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.order = self.session.next_order()
-
-    def take(self, data: Any) -> None:
-        """Record the choices of a whole answer. What is no chat, text completion or response is none of ours."""
-        if not isinstance(data, dict):
-            return
-        if data.get("object") == "response":
-            self._take_response(data)
-            return
-        choices: list[Any] = data.get("choices") or []
-        for i, choice in enumerate(choices):
-            message = choice.get("message") or {}
-            call = str(data.get("id") or new_id())
-            self._record(
-                call if len(choices) == 1 else f"{call}-{i}",
-                str(message.get("content") or choice.get("text") or ""),
-                str(choice.get("finish_reason") or "stop"),
-                str(message.get("reasoning_content") or ""),
-                message.get("tool_calls") or [],
-            )
-
-    def take_events(self, events: list[Any]) -> None:
-        """Record a streamed answer from its events, as far as it came."""
-        told: dict[int, _Told] = {}
-        call = ""
-        for event in events:
-            if event.get("type") in ("response.completed", "response.incomplete"):
-                self._take_response(event.get("response") or {})
-            call = call or str(event.get("id") or "")
-            for choice in event.get("choices") or ():
-                told.setdefault(int(choice.get("index") or 0), _Told()).add(choice)
-        for i, one in told.items():
-            name = (call or new_id()) if len(told) == 1 else f"{call}-{i}"
-            self._record(name, one.text, one.reason or "stop", one.reasoning, list(one.calls.values()))
-
-    def _take_response(self, data: Mapping[str, Any]) -> None:
-        """Record an answer of the Responses API."""
-        texts: list[str] = []
-        thoughts: list[str] = []
-        calls: list[dict[str, Any]] = []
-        for item in data.get("output") or ():
-            parts = item.get("content") or ()
-            if item.get("type") == "function_call":
-                calls.append(tool_call(str(item.get("call_id") or ""), item.get("name"), item.get("arguments")))
-            elif item.get("type") == "reasoning":
-                thoughts += [str(part.get("text") or "") for part in (*parts, *(item.get("summary") or ()))]
-            else:
-                texts += [str(part.get("text") or "") for part in parts]
-        cut = data.get("status") == "incomplete"
-        reason = "length" if cut else "tool_calls" if calls else "stop"
-        self._record(str(data.get("id") or new_id()), "".join(texts), reason, "".join(thoughts), calls)
-
-    def _record(self, call: str, text: str, reason: str, reasoning: str, tool_calls: list[Any]) -> None:
-        output = ModelOutput(
-            id=call,
-            text=text,
-            content=text,
-            prompt_ids=[],
-            completion_ids=[],
-            logprobs=[],
-            versions=[],
-            finish_reason=reason,
-            temperature=float(self.body.get("temperature") or 0.0),
-            reasoning=reasoning,
-            tool_calls=tool_calls,
-            adapter="",
-        )
-        messages: list[Message] = list(self.body.get("messages") or ())
-        if "input" in self.body:
-            with contextlib.suppress(RequestError):  # items that only this endpoint knows
-                messages = responses.as_messages(self.body)
-        self.session.record(Call(output, messages, self.trajectory, self.order))
+    method: str
+    url: str
+    body: bytes
 
 
-@dataclass
-class _Told:
-    """One choice of a streamed answer, put together."""
-
-    text: str = ""
-    reasoning: str = ""
-    reason: str = ""
-    calls: dict[int, dict[str, Any]] = field(default_factory=dict)
-
-    def add(self, choice: Mapping[str, Any]) -> None:
-        delta = choice.get("delta") or {}
-        self.text += str(delta.get("content") or choice.get("text") or "")
-        self.reasoning += str(delta.get("reasoning_content") or "")
-        self.reason = choice.get("finish_reason") or self.reason
-        for part in delta.get("tool_calls") or ():
-            function = part.get("function") or {}
-            call = self.calls.setdefault(int(part.get("index") or 0), tool_call("", "", ""))
-            call["id"] = part.get("id") or call["id"]
-            call["function"]["name"] += function.get("name") or ""
-            call["function"]["arguments"] += function.get("arguments") or ""
-
-
-async def _streamed(answer: httpx.Response, record: _Record | None) -> AsyncIterator[bytes]:
+async def _streamed(answer: httpx.Response, record: Record | None) -> AsyncIterator[bytes]:
     """The endpoint's events as they come; recorded at their end."""
     text = b""
     try:
@@ -305,14 +239,10 @@ async def _streamed(answer: httpx.Response, record: _Record | None) -> AsyncIter
             yield part
     finally:
         await answer.aclose()
-        events = []
-        for line in text.split(b"\n"):
-            with contextlib.suppress(ValueError):
-                events.append(json.loads(line.removeprefix(b"data:")) if line.startswith(b"data:") else None)
         if record is not None and answer.status_code == 200:
-            record.take_events([event for event in events if isinstance(event, dict)])
+            record.take_events(text)
 
 
-def _error(status: int, message: str) -> JSONResponse:
-    body = {"error": {"message": message, "type": "server_error", "param": None, "code": None}}
+def _error(status: int, message: str, code: str | None = None) -> JSONResponse:
+    body = error_body(message, "server_error", None, code)
     return JSONResponse(body, status_code=status, headers={"x-should-retry": "false"})

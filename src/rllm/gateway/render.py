@@ -94,8 +94,10 @@ class Renderer:
         return self.tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token adds to a text; part of a character for some."""
+        """What one token adds to a text; part of a character for some, nothing for those that only fill up the model's vocabulary."""
         raw = self.tokenizer.convert_ids_to_tokens(token)
+        if raw is None:
+            return b""
         if token in self._whole:
             return raw.encode()
         if self._byte_level:

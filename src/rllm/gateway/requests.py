@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rllm.config.names import TEMPLATE_RESERVED
+from rllm.config.schema import MIN_TEMPERATURE
 from rllm.gateway.errors import RequestError
 from rllm.gateway.messages import plain_text
 
 MAX_N = 128
 MAX_STOPS = 16
-# Below this a division by the temperature overflows; 0 is greedy.
-MIN_TEMPERATURE = 1e-5
 # What a request may name although nothing here depends on it.
 _IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 # Settings that would change the answer and cannot be honoured: name -> the values that mean "off".
@@ -93,7 +92,7 @@ def check_names(body: Mapping[str, Any], chat: bool) -> None:
                 why = _WHY.get(name, "leave it out")
                 raise RequestError(f"{name} is not supported here: {why}", name, "unsupported_parameter")
         elif name not in known and name not in _IGNORED:
-            raise RequestError(f"unknown parameter {name!r}", name[:200], "unknown_parameter")
+            raise RequestError(f"unknown parameter {name!r}", name, "unknown_parameter")
 
 
 def template_settings(given: Any) -> dict[str, Any]:
@@ -124,8 +123,8 @@ def plain_prompt(prompt: Any, vocab_size: int) -> str | list[int]:
     raise RequestError("prompt must be a text or a list of token ids, not empty", "prompt")
 
 
-def call_params(given: Mapping[str, Any]) -> CallParams:
-    """The sampling settings among `given`, each in its range."""
+def call_params(given: Mapping[str, Any], length: str = "max_tokens") -> CallParams:
+    """The sampling settings among `given`, each in its range. `length`: what the most sampled tokens are called there."""
     stop = given.get("stop") or ()
     stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, (list, tuple)) else (None,)
     if not all(isinstance(text, str) and text for text in stops) or len(stops) > MAX_STOPS:
@@ -137,7 +136,7 @@ def call_params(given: Mapping[str, Any]) -> CallParams:
     if temperature is not None and 0 < temperature < MIN_TEMPERATURE:
         raise RequestError(f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}", "temperature")
     return CallParams(
-        max_tokens=longest if longest is not None else _number(given, "max_tokens", int, 1, 2**31),
+        max_tokens=longest if longest is not None else _number(given, length, int, 1, 2**31),
         temperature=temperature,
         top_p=_number(given, "top_p", float, 1e-6, 1),
         top_k=_number(given, "top_k", int, 0, 2**31),

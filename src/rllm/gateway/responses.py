@@ -14,7 +14,7 @@ from typing import Any
 from rllm.gateway.chat import Piece
 from rllm.gateway.errors import RequestError
 from rllm.gateway.events import event
-from rllm.gateway.messages import ToolUse, plain_messages, plain_tools
+from rllm.gateway.messages import ToolUse, plain_messages, plain_text, plain_tools
 from rllm.types import Message, ModelOutput, new_id
 
 _USED = {
@@ -54,7 +54,7 @@ def check_names(body: Mapping[str, Any]) -> None:
                 why = _WHY.get(name, "leave it out")
                 raise RequestError(f"{name} is not supported here: {why}", name, "unsupported_parameter")
         elif name not in _USED and name not in _IGNORED:
-            raise RequestError(f"unknown parameter {name!r}", name[:200], "unknown_parameter")
+            raise RequestError(f"unknown parameter {name!r}", name, "unknown_parameter")
 
 
 def as_messages(body: Mapping[str, Any]) -> list[Message]:
@@ -65,7 +65,7 @@ def as_messages(body: Mapping[str, Any]) -> list[Message]:
         raise RequestError("input must be a text or a list of at least one item", "input")
     chat: list[dict[str, Any]] = []
     if instructions is not None:
-        chat.append({"role": "system", "content": instructions})
+        chat.append({"role": "system", "content": plain_text(instructions, "instructions", "instructions")})
     for i, item in enumerate(items):
         _add_item(chat, item, f"input[{i}]")
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from rllm.backends.base import DEFAULT_ADAPTER, Backend
@@ -15,6 +16,14 @@ from rllm.gateway.chat import ChatModel, SessionEngine
 from rllm.gateway.recorder import Session
 from rllm.gateway.thread import AppThread
 from rllm.types import AgentConfig
+
+
+@dataclass(frozen=True)
+class TokenLimits:
+    """What tokens a model can be trained on: ids below `vocab_size`, at most `length` of them in a row."""
+
+    vocab_size: int
+    length: int
 
 
 class Gateway(AppThread):
@@ -52,6 +61,11 @@ class Gateway(AppThread):
         """End the thread and free the port; calls under way are cancelled."""
         super().stop()
         self._sessions.clear()
+
+    @property
+    def token_limits(self) -> TokenLimits:
+        backend = self.model.backend
+        return TokenLimits(len(backend.tokenizer), backend.max_model_len)
 
     def engine(self, session: Session) -> SessionEngine:
         """The model as a workflow sees it."""

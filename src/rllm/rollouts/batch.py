@@ -5,6 +5,7 @@ Knows how many episodes of which tasks; nothing of training.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,18 @@ from rllm.gateway.server import Gateway
 from rllm.rollouts.limits import LimitedBackend
 from rllm.rollouts.runner import EpisodeRequest, EpisodeRunner
 from rllm.types import Episode, Task
+
+
+def refuse_running_loop(call: str) -> None:
+    """Raise a `RunError` if `call`, which runs event loops of its own, is made from inside of one."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RunError(
+        f"{call}() was called inside a running event loop (a notebook or an async function); there it needs a thread of its own: "
+        f"await asyncio.to_thread({call}, ...)"
+    )
 
 
 class Rollouts:

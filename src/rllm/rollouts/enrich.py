@@ -20,7 +20,7 @@ def enrich(episode: Episode, session: Session) -> None:
 
     1. ``Step(id=response.id)`` takes that call. 2. A trajectory without steps takes the calls made through
     ``config.url_for(trajectory.uid)``. 3. If exactly one step-less trajectory is left, it takes all calls without a trajectory that
-    nobody named. Calls left over are counted in ``metadata["unclaimed_calls"]``. Raises `AttributionError` where only a guess
+    nobody named; if it is the only trajectory at all, as where a flow returns nothing, those of any uid too. Calls left over are counted in ``metadata["unclaimed_calls"]``. Raises `AttributionError` where only a guess
     would help, and where an episode shows no sign of a model call at all.
     """
     calls = session.recorded()
@@ -36,7 +36,8 @@ def enrich(episode: Episode, session: Session) -> None:
         if not own:
             untagged.append(trajectory)
         _take(trajectory, own, claimed)
-    left = [call for call in _unclaimed(calls, claimed) if call.trajectory is None]
+    alone = len(episode.trajectories) == 1
+    left = [call for call in _unclaimed(calls, claimed) if call.trajectory is None or alone]
     if left and len(untagged) > 1:
         raise AttributionError(
             f"{len(left)} model calls could belong to any of {len(untagged)} trajectories without steps "
@@ -109,7 +110,8 @@ def _take(trajectory: Trajectory, calls: Sequence[Call], claimed: set[str]) -> N
 
 
 def _fill(step: Step, call: Call) -> None:
-    if not step.response_ids:
+    brought = (step.prompt_ids, step.response_ids)
+    if not step.response_ids or brought == (call.output.prompt_ids, call.output.completion_ids):
         step.fill(call.output)
     if not step.chat_completions:
         step.chat_completions = [*call.messages, call.answer]

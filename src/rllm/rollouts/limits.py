@@ -13,9 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from rllm.backends.base import DEFAULT_ADAPTER, Backend, Completion, SamplingParams
-from rllm.gateway.requests import RequestError
-
-CALL_TIMEOUT = "call_timeout"
+from rllm.gateway.errors import CALL_TIMEOUT, RequestError
 
 
 class TokenBudget:

@@ -1,6 +1,7 @@
 """The child process in which an evaluator runs: ``python -c "from rllm.rollouts.reward_worker import main; main()"``.
 
-Reads requests from standard input and writes answers to standard output, each a length and a pickle. Knows flows, nothing of models.
+Reads requests from standard input and writes answers to standard output, each a length and a pickle. It leads a session of its own, so
+that Ctrl-C does not reach it and its parent can end it with all that it started. Knows flows, nothing of models.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import importlib
 import importlib.util
 import os
 import pickle
-import signal
 import struct
 import sys
 import traceback
@@ -80,12 +80,18 @@ def read(stream: BinaryIO) -> Any:
 
 def main() -> None:
     """Load the evaluator, then answer requests until the parent goes. Prints of the evaluator go to standard error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what ends
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+
+    def leave() -> None:
+        """A process that the evaluator forks does not answer for it, nor keep its caller waiting."""
+        for stream in (requests, answers):
+            os.dup2(nothing, stream.fileno())
+
+    os.register_at_fork(after_in_child=leave)
     reference: Reference = read(requests)
     try:
         evaluator = reference.load()

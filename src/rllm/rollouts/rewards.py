@@ -9,7 +9,10 @@ import asyncio
 import contextlib
 import inspect
 import json
+import os
 import pickle
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -44,12 +47,17 @@ class _Worker:
 
     def __init__(self, reference: Reference):
         command = [sys.executable, "-c", _START, json.dumps(reference.path)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._ready = False
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._to, self._from = self._process.stdin, self._process.stdout
+        # A socket, unlike a pipe, can be shut while another process holds its other end too: whatever the evaluator forked.
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                command, stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True
+            )
+        self._to, self._from = self._socket.makefile("wb"), self._socket.makefile("rb")
+        self._ready = self._ended = False
+        self._ending = threading.Lock()
         with contextlib.suppress(OSError):
-            write(self._to, reference)  # pyright: ignore[reportArgumentType]
+            write(self._to, reference)
 
     def call(self, body: bytes, limit_s: float) -> tuple[str, bytes | str]:
         """("done", pickle) or ("failed", traceback). `RewardTimeout` and `RewardError` mean that the worker is gone."""
@@ -68,16 +76,16 @@ class _Worker:
         killer.start()
         try:
             if body is not None:
-                write(self._to, (limit_s, body))  # pyright: ignore[reportArgumentType]
-            kind, value = read(self._from)  # pyright: ignore[reportArgumentType]
+                write(self._to, (limit_s, body))
+            kind, value = read(self._from)
         except TimeoutError as error:
             self.kill()
             raise RewardTimeout(_stalled(str(error))) from None
         except (EOFError, OSError, pickle.UnpicklingError) as error:
             self.kill()
-            if time.monotonic() - started >= limit_s:
-                raise RewardTimeout("") from None
             status = self._process.wait()
+            if status == -signal.SIGKILL and time.monotonic() - started >= limit_s:
+                raise RewardTimeout("") from None
             raise RewardError(f"the evaluator's process ended with status {status} before it gave a reward") from error
         finally:
             killer.cancel()
@@ -87,14 +95,19 @@ class _Worker:
         return kind, value
 
     def kill(self) -> None:
-        """End the process now. May be called again, and from any thread."""
-        with contextlib.suppress(OSError):
-            self._process.kill()
-        self._process.wait()
+        """End the process and those it started, now. May be called again, and from any thread."""
+        with self._ending:
+            if not self._ended:  # its id is its own until it was waited for
+                self._ended = True
+                with contextlib.suppress(OSError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+            self._process.wait()
 
     def close(self) -> None:
         self.kill()
-        for stream in (self._to, self._from):
+        for stream in (self._to, self._from, self._socket):
             with contextlib.suppress(OSError):
                 stream.close()
 

@@ -6,11 +6,12 @@ Knows flows, evaluators and sessions; nothing of training.
 from __future__ import annotations
 
 import asyncio
+import copy
 import re
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from rllm.backends.base import DEFAULT_ADAPTER
@@ -19,6 +20,7 @@ from rllm.flow import Evaluator, RolloutFlow, Workflow, apply_evaluation, apply_
 from rllm.gateway.recorder import Session
 from rllm.gateway.remote import RemoteGateway
 from rllm.gateway.server import Gateway
+from rllm.rollouts.check import check_all_there, check_tokens, checked, keep_sound
 from rllm.rollouts.enrich import enrich
 from rllm.rollouts.rewards import RewardError, RewardPool, RewardTimeout, reference_to
 from rllm.rollouts.watchdog import Watchdog
@@ -129,6 +131,8 @@ class EpisodeRunner:
             reasons.append((episode.error or "").strip().rpartition("\n")[2])
 
     async def _attempt(self, request: EpisodeRequest, attempt: int) -> Episode:
+        # What a flow does to its task stays with this attempt.
+        original, request = request.task, replace(request, task=_copy(request.task))
         session = self.gateway.open_session(
             f"{re.sub(r'[^A-Za-z0-9._-]', '_', request.uid)[:80]}-{new_id()[:12]}",
             seed=request.seed + attempt,
@@ -143,6 +147,9 @@ class EpisodeRunner:
             await _within(self.settings.episode_timeout_s, "rollout.episode_timeout_s", run(request, session, episode))
             if self.flow is not None:
                 await self._evaluate(request.task, episode, ends)
+            checked(episode)
+            if not request.is_validation:
+                check_tokens(episode, session, self.gateway.token_limits)
         except OutOfTime as error:
             episode.termination_reason, episode.error = TerminationReason.TIMEOUT, str(error)
         except RewardError as error:
@@ -153,7 +160,9 @@ class EpisodeRunner:
             episode.error = traceback.format_exc()[-TRACEBACK_CHARACTERS:]
         finally:
             self.gateway.close_session(session)
-        episode.session_id = session.uid
+        if episode.failed:
+            keep_sound(episode)
+        episode.task, episode.session_id = original, session.uid
         return episode
 
     # Both of these fill `episode` as they go, so that a failed one still shows what it had.
@@ -163,13 +172,14 @@ class EpisodeRunner:
             given = await self.flow.arun(request.task, self.gateway.agent_config(session, request.task.metadata))
         except TerminationEvent as event:  # what was recorded until then is the episode
             given = Episode(trajectories=[Trajectory(name=self.flow.name)], termination_reason=event.reason)
-        _take_over(episode, given)
+        _take_over(episode, checked(given))
         enrich(episode, session)
 
     async def _evaluate(self, task: Task, episode: Episode, ends: float) -> None:
         """Reward `episode` within ``rollout.reward_timeout_s`` and what is left of the episode's own time (`ends`, of the loop's
         clock). Waiting for a process that is busy or starts does not count."""
         _flag_truncation(episode)
+        given = list(episode.trajectories)
         limit, said, name = self.settings.reward_timeout_s, self.settings.reward_timeout_s, "rollout.reward_timeout_s"
         left = ends - asyncio.get_running_loop().time()
         if left < limit:
@@ -182,7 +192,8 @@ class EpisodeRunner:
             except RewardTimeout as error:
                 where = f"; the evaluator was at\n{error}" if str(error) else ""
                 raise OutOfTime(f"no reward within {said:g} s ({name}){where}") from error
-            _take_over(episode, judged)  # an evaluator may set rewards on the trajectories
+            _take_over(episode, checked(judged))  # an evaluator may set rewards on the trajectories
+        check_all_there(given, checked(episode))
         apply_evaluation(episode, output)
 
     async def _run_workflow(self, request: EpisodeRequest, session: Session, episode: Episode) -> None:
@@ -203,9 +214,10 @@ class EpisodeRunner:
                     "self.commit(trajectory=...) keeps one"
                 ) from event
         if given is not None:
-            _take_over(episode, as_episode(given, f"workflow {self.workflow_class.__name__}"))
+            _take_over(episode, checked(as_episode(given, f"workflow {self.workflow_class.__name__}")))
         elif not workflow.committed:
             raise TypeError(f"workflow {self.workflow_class.__name__} returned nothing and committed no trajectory")
+        checked(episode)
         enrich(episode, session)
         _flag_truncation(episode)
         apply_workflow_rewards(episode)
@@ -242,11 +254,15 @@ async def _within(limit_s: float, name: str, work: Coroutine[Any, Any, T], said_
 
 
 async def _no_exit(work: Coroutine[Any, Any, T]) -> T:
-    """A SystemExit would end the event loop of everybody; as an error it ends this episode."""
+    """What is no `Exception` (SystemExit, what test frameworks raise) would end the run of everybody; as an error it ends this episode."""
     try:
         return await work
+    except (Exception, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+        raise
     except SystemExit as error:
         raise RuntimeError(f"the flow or evaluator ended with SystemExit: {error.code}") from error
+    except BaseException as error:
+        raise RuntimeError(f"the flow or evaluator raised {type(error).__name__}, which is no Exception") from error
 
 
 def _flag_truncation(episode: Episode) -> None:
@@ -260,6 +276,13 @@ def _take_over(episode: Episode, given: Episode) -> None:
     """What the user's episode says, under the id and task that the request gave."""
     for name in ("trajectories", "termination_reason", "is_correct", "metrics", "artifacts", "metadata"):
         setattr(episode, name, getattr(given, name))
+
+
+def _copy(task: Task) -> Task:
+    try:
+        return copy.deepcopy(task)
+    except Exception:  # something in it cannot be copied
+        return replace(task, metadata=dict(task.metadata))
 
 
 def _name(fn: Any) -> str:

@@ -42,6 +42,8 @@ CHANGES = (
 TAKEN = (
     "mkfifo", "mknod", "pidfd_open", "setpriority", "sched_setaffinity", "sched_setparam", "sched_setscheduler",
 )  # fmt: skip
+# Modules that are changed here: a second copy of one would not be.
+CHANGED = ("posix", "_signal", "_posixsubprocess")
 # Each may have `file_mb`.
 MOST_FILES = 64
 
@@ -124,6 +126,8 @@ def guard(folder: str, network: bool) -> None:
             elif args[1] is None and is_outside(args[0]) and os.path.isdir(args[0]):
                 # By its descriptor, files in it could be opened under names that look like the working folder's.
                 raise PermissionError(f"of folders, only the working folder can be opened, not {args[0]!r}")
+        if event == "import" and args[0] in CHANGED:
+            raise PermissionError(f"a second {args[0]} is not allowed here")
         if event == "sqlite3.connect":
             name = os.fsdecode(args[0])
             if name.startswith("file:"):
@@ -144,9 +148,16 @@ def guard(folder: str, network: bool) -> None:
 
 
 def take_away() -> None:
-    """Remove `TAKEN` from the modules that have them."""
+    """Remove `TAKEN` from the modules that have them, and what starts programs without any hook hearing of it."""
     import signal
 
+    with contextlib.suppress(ImportError):
+        import _posixsubprocess
+
+        def fork_exec(*_: object) -> None:
+            raise PermissionError("fork_exec is not allowed here")
+
+        _posixsubprocess.fork_exec = fork_exec  # `subprocess` looks for one when it is imported
     for module in (os, sys.modules.get("posix"), signal, sys.modules.get("_signal")):
         for name in (*TAKEN, "pidfd_send_signal"):
             if hasattr(module, name):

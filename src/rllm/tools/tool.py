@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import json
 import re
+import reprlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,6 +23,7 @@ from rllm.tools.json_text import strict_json
 TIMEOUT_S = 30.0
 MAX_CHARACTERS = 8000
 ERROR = "error: "
+_HALF = re.compile("[\ud800-\udfff]")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ARGUMENT = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?\s*:\s*(\S.*)$")
 
@@ -64,25 +66,29 @@ class Tool:
 
     async def call(self, arguments: str) -> str:
         """The result as text, or a text that begins with ``error: ``. Never raises for a fault of the model or the function."""
+        return as_text(await self._called(arguments), self.max_characters)
+
+    async def _called(self, arguments: str) -> str:
         try:
             values = self._read(arguments)
         except ValueError as error:
             return f"{ERROR}{error}"
-        deadline = asyncio.timeout(self.timeout_s)
+        deadline, task = asyncio.timeout(self.timeout_s), asyncio.current_task()
         try:
             async with deadline:
                 result = await call(self.fn, **values)
-        except TimeoutError as error:
+        except asyncio.CancelledError as error:
+            if task is None or task.cancelling():  # it is the caller who is cancelled
+                raise
+            return f"{ERROR}{self.name} failed: {_one_line(error)}"
+        except (Exception, SystemExit) as error:
             if deadline.expired():
                 return f"{ERROR}{self.name} did not end within {self.timeout_s:g} s"
-            return self._limited(f"{ERROR}{self.name} failed: {_one_line(error)}")
-        except Exception as error:
-            return self._limited(f"{ERROR}{self.name} failed: {_one_line(error)}")
+            return f"{ERROR}{self.name} failed: {_one_line(error)}"
         try:
-            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-        except (TypeError, ValueError, RecursionError) as error:
+            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        except Exception as error:  # objects in it are the user's own
             return f"{ERROR}the result of {self.name} cannot be written as text: {_one_line(error)}"
-        return self._limited(text)
 
     def _read(self, arguments: str) -> dict[str, Any]:
         """The arguments as the function takes them, or `ValueError` with what the model should know."""
@@ -103,11 +109,6 @@ class Tool:
             raise ValueError(f"wrong arguments for {self.name}: {wrong}") from error
         # Defaults that the model left out stay the function's own.
         return {name: getattr(checked, name) for name in values}
-
-    def _limited(self, text: str) -> str:
-        if len(text) <= self.max_characters:
-            return text
-        return f"{text[: self.max_characters]}\n[cut: {len(text) - self.max_characters} more characters]"
 
 
 def tool(
@@ -143,12 +144,24 @@ class Toolset:
     async def call(self, name: str, arguments: str) -> str:
         """The text of the result; a name that no tool has is told in a text that begins with ``error: ``."""
         if name not in self.tools:
-            return f"{ERROR}there is no tool called {name!r}; there are {', '.join(self.tools) or 'none'}"
+            text = f"{ERROR}there is no tool called {reprlib.repr(name)}; there are {', '.join(self.tools) or 'none'}"
+            return as_text(text, MAX_CHARACTERS)
         return await self.tools[name].call(arguments)
 
     async def answer(self, wanted: ToolCall) -> str:
         """The same for a call as `parse_tool_calls` finds it in text, malformed ones included."""
-        return f"{ERROR}{wanted.error}" if wanted.error else await self.call(wanted.name, wanted.arguments)
+        return (
+            as_text(f"{ERROR}{wanted.error}", MAX_CHARACTERS)
+            if wanted.error
+            else await self.call(wanted.name, wanted.arguments)
+        )
+
+
+def as_text(text: str, most: int) -> str:
+    """`text` as it can be sent to any endpoint: at most `most` characters of it, without halves of surrogate pairs."""
+    if len(text) > most:
+        text = f"{text[:most]}\n[cut: {len(text) - most} more characters]"
+    return _HALF.sub("\ufffd", text)
 
 
 def _arguments_model(fn: Callable[..., Any], name: str, notes: dict[str, str]) -> type[BaseModel]:
@@ -195,4 +208,8 @@ def _docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    try:
+        said = str(error)
+    except Exception:
+        said = ""
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__

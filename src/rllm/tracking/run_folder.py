@@ -13,7 +13,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -91,9 +91,7 @@ class RunFolder:
         part.replace(self.path / "result.json")
 
     def _append(self, name: str, rows: Sequence[Any]) -> None:
-        with (self.path / name).open("a", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False, default=str) + "\n")
+        append_rows(self.path / name, rows)
 
 
 def _keep_until(file: Path, step: int) -> None:
@@ -101,12 +99,19 @@ def _keep_until(file: Path, step: int) -> None:
     if not file.exists():
         return
     part = file.with_name(file.name + ".part")
-    with file.open(encoding="utf-8") as old, part.open("w", encoding="utf-8") as new:
+    with file.open("rb") as old, part.open("wb") as new:
         for line in old:
             with contextlib.suppress(ValueError):
                 if json.loads(line)["step"] <= step:
-                    new.write(line)
+                    new.write(line.rstrip(b"\n") + b"\n")
     part.replace(file)
+
+
+def append_rows(file: Path, rows: Iterable[Any]) -> None:
+    """One line of JSON a row at the end of `file`. Half of a surrogate pair, which is no text, is written as JSON's escape of it."""
+    with file.open("a", encoding="utf-8", errors="backslashreplace") as opened:
+        for row in rows:
+            opened.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False, default=str) + "\n")
 
 
 def finite(value: Any) -> Any:

@@ -51,7 +51,7 @@ class ConsoleTracker:
     def __init__(self, folder: RunFolder, config: Config, console: Console | None = None):
         self.folder, self.config = folder, config
         self.console = console or Console(highlight=False)
-        self.total, self.began = 0, time.monotonic()
+        self.total, self.done, self.began = 0, 0, time.monotonic()
 
     def start(self, facts: Mapping[str, Any], total_steps: int) -> None:
         self.total = total_steps
@@ -83,15 +83,16 @@ class ConsoleTracker:
 
     def step(self, metrics: Mapping[str, float]) -> None:
         step = int(metrics["step"])
-        if step == 1:
+        if not self.done:
             self.began = time.monotonic() - metrics["timing_s/step"]
+        self.done += 1
         roles = {
             name.split("/")[1]: value
             for name, value in metrics.items()
             if name.startswith("reward/") and name.endswith("/mean")
         }
         rewards = "  ".join(f"{escape(role)} [bold]{value:.3f}[/bold]" for role, value in roles.items())
-        left = (time.monotonic() - self.began) / step * (self.total - step)
+        left = (time.monotonic() - self.began) / self.done * (self.total - step)
         line = (
             f"  step {step:>{len(str(self.total))}}/{self.total}  {rewards}  {metrics['perf/tokens_per_s']:,.0f} tok/s  "
             f"{metrics['timing_s/step']:.1f} s  ETA {int(left) // 60}:{int(left) % 60:02d}"

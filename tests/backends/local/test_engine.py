@@ -415,3 +415,28 @@ def test_a_large_vocabulary_is_sampled_by_its_exact_cumulative_distribution():
     cdf = torch.softmax(logits.double(), -1).cumsum(-1)
     before = torch.where(ids > 0, cdf.gather(1, (ids - 1).clamp(min=0)[:, None])[:, 0], 0.0)
     assert (before - 1e-6 <= u).all() and (u <= cdf.gather(1, ids[:, None])[:, 0] + 1e-6).all()
+
+
+def test_a_copy_with_the_adapter_added_in_samples_as_the_products_do_and_follows_a_publish(
+    make, engine_of, monkeypatch
+):
+    _, decoder, _ = make("qwen3")
+    base = decoder.fingerprint()
+    first, second = (random_adapter(decoder, scale=scale).snapshot(decoder.dtype) for scale in (0.2, 0.4))
+
+    def sampled(merged_bytes):
+        monkeypatch.setattr("rllm.backends.local.engine.MERGED_BYTES", merged_bytes)
+        engine, found = engine_of(decoder), []
+        for version, pairs in enumerate((first, second)):
+            engine.publish({"default": pairs}, version)
+            params = SamplingParams(16, temperature=1.0, seed=3)
+            found += results([engine.submit(prompt, params, "default") for prompt in prompts([5, 9])])
+        return found, len(engine._merged)
+
+    (merged, copies), (products, none) = sampled(2**30), sampled(0)
+    assert (copies, none) == (1, 0)
+    for one, other in zip(merged, products, strict=True):
+        assert one.ids == other.ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    assert merged[0].logprobs != merged[2].logprobs
+    assert decoder.fingerprint() == base

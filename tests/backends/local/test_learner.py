@@ -135,7 +135,7 @@ def test_a_model_too_large_for_its_memory_trains_in_smaller_micro_batches(make, 
 
     _, decoder, _ = make(kind)
     adapters = {"default": random_adapter(decoder)} if lora else {}
-    assert Learner(decoder, adapters).micro_batch_tokens == 8192
+    assert Learner(decoder, adapters).micro_batch_tokens == 2048
     monkeypatch.setattr(module, "CPU_ACTIVATION_BYTES", 300_000)
     learner = Learner(decoder, adapters)
     kept: dict[int, int] = {}

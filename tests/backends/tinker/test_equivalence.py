@@ -18,6 +18,8 @@ from rllm.config.names import AGGREGATIONS
 from rllm.errors import RunError
 
 ADAM = AdamParams(lr=1e-3, beta1=0.8, beta2=0.9, eps=1e-7, weight_decay=0.1, grad_clip=0.5)
+# Of the largest gradient, in float32: the two add up the same terms in another order.
+ROUNDING = 5e-5
 OPTIONS = {"dro": {"beta": 0.3}}
 
 
@@ -31,7 +33,7 @@ class Pair:
         self.tinker._open()
         return {name: self.served.service.runs[client.model_id] for name, client in self.tinker.training.items()}
 
-    def compare_gradients(self, rel: float = 1e-5) -> None:
+    def compare_gradients(self, rel: float) -> None:
         for name, run in self.runs().items():
             ours = [p.grad for p in self.local.adapters[name].parameters()]
             theirs = [p.grad for p in run.learner.trainable()]
@@ -71,7 +73,7 @@ def pair(served: Served) -> Iterator[Pair]:
         local.close()
 
 
-def compare(pair: Pair, data: Any, spec: Any, rel: float = 1e-5) -> dict[str, float]:
+def compare(pair: Pair, data: Any, spec: Any, rel: float = ROUNDING) -> dict[str, float]:
     ours, theirs = (backend.forward_backward(data, spec) for backend in (pair.local, pair.tinker))
     assert set(ours) - set(theirs) <= {"entropy"}
     for name, value in theirs.items():
@@ -82,7 +84,7 @@ def compare(pair: Pair, data: Any, spec: Any, rel: float = 1e-5) -> dict[str, fl
 
 
 def test_a_fresh_adapter_and_its_first_step_are_the_local_ones(pair: Pair) -> None:
-    pair.compare_weights(2e-5)
+    pair.compare_weights(2e-4)  # after a step of 1e-2
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)

@@ -30,6 +30,7 @@ from rllm.backends.base import (
     Scored,
     initial_of,
 )
+from rllm.backends.local import cores
 from rllm.backends.local.adapters import SaveContext, create_adapters, save_adapter
 from rllm.backends.local.engine import Engine
 from rllm.backends.local.facts import describe
@@ -43,7 +44,7 @@ from rllm.backends.local.loading import (
 )
 from rllm.backends.local.model import Decoder
 from rllm.backends.local.teacher import check_length, load_teacher
-from rllm.config.check import quantization_problem
+from rllm.config.check import engine_problem, quantization_problem
 from rllm.config.schema import Config, ModelConfig
 from rllm.errors import ConfigError, ModelError
 from rllm.lora.adapter import LoraAdapter
@@ -82,8 +83,7 @@ class LocalBackend:
         self.learner = Learner(model, adapters, frozen=self._initial, start=start, teacher=teacher)
         self._scoring = threading.Lock()
         self.policy_version = 0
-        self.engine = _engine_class(model)(
-            model,
+        self.engine = self._create_engine(
             eos_ids=end_of_turn_ids(folder, tokenizer),
             max_batch=config.rollout.max_batch,
             max_model_len=self.max_model_len,
@@ -101,6 +101,8 @@ class LocalBackend:
         """Load the model that `config` names and put a fresh (or given) adapter on it."""
         device = pick_device(config.model.device)
         check_quantization(config.model, bool(config.lora.adapters()), device)
+        if problem := engine_problem(config, device.type, training=not config.trainer.val_only):
+            raise ConfigError(problem)
         dtype = pick_dtype(config.model.dtype, device)
         folder = resolve_model(config.model.path)
         tokenizer = load_tokenizer(folder)
@@ -127,19 +129,22 @@ class LocalBackend:
         return completion
 
     def forward_backward(self, data: Sequence[Datum], loss: Losses) -> dict[str, float]:
-        return self.learner.forward_backward(data, loss)
+        with cores.turn():
+            return self.learner.forward_backward(data, loss)
 
     def logprobs(
         self, data: Sequence[Datum], adapter: str | None = None, trained_only: bool = False
     ) -> list[list[float]]:
-        return self.learner.logprobs(data, adapter, trained_only)
+        with cores.turn():
+            return self.learner.logprobs(data, adapter, trained_only)
 
     def score(self, ids: Sequence[int], adapter: str = DEFAULT_ADAPTER) -> Scored:
         with self._scoring:  # one text at a time, so that many callers do not take the memory of many
             return self.learner.score(ids, adapter)
 
     def optim_step(self, params: AdamParams) -> dict[str, float]:
-        return self.learner.optim_step(params)
+        with cores.turn():
+            return self.learner.optim_step(params)
 
     def discard_gradients(self) -> None:
         self.learner.discard_gradients()
@@ -166,7 +171,7 @@ class LocalBackend:
             rows.append(row)
         gaps = [
             abs(sampled - trained)
-            for row, values in zip(rows, self.learner.logprobs(rows, trained_only=True), strict=True)
+            for row, values in zip(rows, self.logprobs(rows, trained_only=True), strict=True)
             for sampled, trained, m in zip(row.logprobs, values, row.mask, strict=True)
             if m
         ]
@@ -180,12 +185,14 @@ class LocalBackend:
         )
 
     def _sampler_holds_the_adapters(self) -> bool:
-        return all(
-            self.engine.holds(name, adapter.snapshot(self.model.dtype)) for name, adapter in self.adapters.items()
-        )
+        with cores.turn():
+            return all(
+                self.engine.holds(name, adapter.snapshot(self.model.dtype)) for name, adapter in self.adapters.items()
+            )
 
     def describe(self) -> dict[str, Any]:
-        return describe(self.config, self.model, self.learner, self.engine)
+        with cores.turn():
+            return describe(self.config, self.model, self.learner, self.engine)
 
     def export_adapter(self, path: Path, facts: Mapping[str, Any] | None = None) -> dict[str, Path]:
         """A PEFT folder with tokenizer and model card, one in a subfolder for each role, or the full model. Checked before this
@@ -264,9 +271,20 @@ class LocalBackend:
             "lora.target_modules": {name: sorted(adapter.modules_adapted) for name, adapter in adapters},
         }
 
+    def _create_engine(self, **settings: Any) -> Engine:
+        if self.config.rollout.engine == "vllm":
+            from rllm.backends.local.vllm_engine import VllmEngine
+
+            ranks = [r for adapter in self.adapters.values() for own in adapter.part_ranks().values() for r in own]
+            return VllmEngine(
+                self.model, folder=self.folder, rank=max(ranks, default=0), adapters=len(self.adapters), **settings
+            )
+        return _engine_class(self.model)(self.model, **settings)
+
     def _publish_to_engine(self) -> None:
         # Full fine-tuning trains the sampled tensors themselves: publishing only counts the version.
-        newest = {name: adapter.snapshot(self.model.dtype) for name, adapter in self.adapters.items()}
+        with cores.turn():
+            newest = {name: adapter.snapshot(self.model.dtype) for name, adapter in self.adapters.items()}
         self.engine.publish({**self._initial, **newest} or {DEFAULT_ADAPTER: None}, self.policy_version)
         self.published_bytes = sum(pairs.nbytes for pairs in newest.values())
 

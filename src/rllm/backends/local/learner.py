@@ -28,7 +28,9 @@ from rllm.backends.base import (
     Scored,
     initial_of,
 )
-from rllm.backends.local.model import HEAD, Decoder, LowRank, PackedCausal, rms_norm
+from rllm.backends.local.model import HEAD, Decoder, LowRank, PackedCausal
+from rllm.backends.local.ops import rms_norm
+from rllm.backends.local.packing import Packed, micro_batches, pack
 from rllm.backends.local.transfer import to_device
 from rllm.backends.token_losses import Sums, TrainedTokens, losses_of
 from rllm.lora.adapter import LoraAdapter
@@ -39,8 +41,8 @@ if TYPE_CHECKING:
 
 # Tokens x vocabulary held at once when logits are turned into log-probabilities (float32: 64 MiB).
 LOGIT_ELEMENTS = 16 * 2**20
-# Measured: on CPU smaller micro-batches stay in cache, a GPU wants larger ones.
-MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 6144}
+# Measured: on CPU more tokens are no faster and take memory, a GPU wants many.
+MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 6144}
 # Memory that the activations of a micro-batch may take on CPU, and the share of it on a GPU.
 CPU_ACTIVATION_BYTES = 2 * 2**30
 GPU_ACTIVATION_SHARE = 0.25
@@ -55,6 +57,9 @@ class Learner:
 
     `micro_batch_tokens` is a limit; a model whose activations would not fit gets smaller micro-batches.
     """
+
+    shares_prompts = True
+    """Whether rows, off the CUDA path, pass a prompt that they have in common once."""
 
     def __init__(
         self,
@@ -247,37 +252,26 @@ class Learner:
                 master.grad = None if weight.grad is None else weight.grad.float()
 
     def _micro_batches(self, data: Sequence[Any], key: Callable[[Any], K]) -> Iterator[tuple[K, list[int]]]:
-        """Of rows that have `ids`: (key, row indices) with at most `micro_batch_tokens` padded tokens each; rows of one key and like length together, and
-        never a row in parts."""
+        """Of rows that have `ids`: (key, row indices), each one pass through the model; see `packing.micro_batches`."""
         by_key: dict[K, list[int]] = {}
         for i, datum in enumerate(data):
             by_key.setdefault(key(datum), []).append(i)
         for shared, rows in by_key.items():
-            rows.sort(key=lambda i: len(data[i].ids))
-            batch: list[int] = []
-            tokens = 0
-            for i in rows:
-                # Sorted by length, so the newest row is the longest, to which the others are padded where there is padding.
-                length = len(data[i].ids)
-                tokens = tokens + length if self.model.fused else (len(batch) + 1) * length
-                if batch and tokens > self.micro_batch_tokens:
-                    yield shared, batch
-                    batch, tokens = [], length
-                batch.append(i)
-            yield shared, batch
+            for batch in micro_batches(
+                data, rows, self.micro_batch_tokens, share=self.shares_prompts and not self.model.fused
+            ):
+                yield shared, batch
 
     def _token_logprobs(self, rows: Sequence[Datum], adapter: str, entropy_gradient: bool = False) -> TrainedTokens:
         """The trained tokens of `rows` under the policy `adapter`, row after row."""
         device = self.model.device
-        ids = to_device([token for row in rows for token in row.ids], device)
         mask = torch.tensor([m for row in rows for m in row.mask], dtype=torch.bool)
-        trained = to_device(mask.nonzero().squeeze(1), device)
-        attend = PackedCausal([len(row.ids) for row in rows], device)
         model, lora = self._policy(adapter)
-        # The token at position t is predicted from the hidden state at t - 1; entry 0 of a row is never trained.
-        predicting = self._hidden(model, lora, ids, attend, trained - 1)
+        # The CUDA kernels know sequences only.
+        packed = pack(rows, device, share=not model.fused)
+        predicting = self._hidden(model, lora, packed)
         temperatures = to_device([row.temperature for row in rows for _ in range(row.n_trained)], device)
-        targets = ids.index_select(0, trained)
+        targets = to_device([t for row in rows for t, m in zip(row.ids, row.mask, strict=True) if m], device)
         if model.fused and not entropy_gradient and (lora is None or lora.pair(*HEAD) is None):
             from rllm.backends.local.cuda.head import token_logprobs
 
@@ -287,12 +281,14 @@ class Learner:
             logprobs, entropy = self._chunked_logprobs(predicting, targets, temperatures, logits, entropy_gradient)
         return TrainedTokens(rows, mask, logprobs, entropy)
 
-    def _hidden(self, model: Decoder, lora: LowRank | None, ids: Tensor, attend: PackedCausal, rows: Tensor) -> Tensor:
-        """Final hidden states [M, hidden] at the tokens `rows`."""
+    def _hidden(self, model: Decoder, lora: LowRank | None, packed: Packed) -> Tensor:
+        """Final hidden states [T, hidden] from which the trained tokens are predicted."""
+        ids, attend, rows = packed.ids, packed.attend, packed.predicting
         gradients = torch.is_grad_enabled()
         adds_up = lora.anchor is not None if lora is not None else bool(self._gradients)
         if self._layers is None or self._room is None or model is not self.model or (gradients and not adds_up):
-            return model(ids, attend.positions, attend, lora).index_select(0, rows)
+            return model(ids, packed.positions, attend, lora).index_select(0, rows)
+        assert isinstance(attend, PackedCausal)  # prompts are not shared there
         if lora is not None and not self._room.holds(lora):
             self._room.hold(lora)
         x = self._layers(ids, attend, lora, self._gradients or None, rows)

@@ -5,16 +5,18 @@ How tokens see each other is the caller's business (`Attend`), and so are files,
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rllm.backends.local.ops import rms_norm, rotate, swiglu
 from rllm.backends.local.space import Space
 from rllm.backends.local.transfer import to_device
 from rllm.errors import ModelError
@@ -191,8 +193,7 @@ class DecoderLayer(nn.Module):
         mixed = attend(self.index, q, k, v)
         x = x + product("o", mixed.reshape(n, -1))
         h = rms_norm(x, self.post_norm, c.rms_eps)
-        gate, up = product("gate_up", h).split(c.block_rows("gate_up"), dim=-1)
-        return x + product("down", F.silu(gate) * up)
+        return x + product("down", swiglu(product("gate_up", h)))
 
 
 class Decoder(nn.Module):
@@ -240,7 +241,8 @@ class Decoder(nn.Module):
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, lora: LowRank | None = None) -> Tensor:
         """Final hidden states [N, hidden] (normalised) of packed tokens `ids` [N] at `positions` [N]."""
-        x = F.embedding(ids, self.embed)
+        # The residual is kept in float32 from layer to layer: rounded at each of them, it is what loses most of a narrow dtype's digits.
+        x = F.embedding(ids, self.embed).float()
         if self.fused and isinstance(attend, PackedCausal) and (lora is None or lora.dropout is None):
             from rllm.backends.local.cuda.train import fused_layers
 
@@ -259,6 +261,24 @@ class Decoder(nn.Module):
             adapted = hidden if lora.dropout is None else lora.dropout(hidden)
             logits = logits + FloatLogits.apply(F.linear(adapted, pair[0]), pair[1])
         return logits
+
+    def merged(self, lora: LowRank) -> Decoder:
+        """A decoder whose layers give without an adapter what these give with `lora`. It shares with this one all but the matrices that
+        `lora` changes; those are copies, as they are now."""
+        self.rotary_tables()
+        result, layers = _shallow(self), []
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            layers.append(_shallow(layer))
+            for block in BLOCKS:
+                pair = lora.pair(layer.index, block)
+                if pair is not None:
+                    linear = _shallow(getattr(layer, block))
+                    changed = torch.addmm(linear.weight, pair[1], pair[0])
+                    linear.weight = nn.Parameter(changed, requires_grad=False)
+                    setattr(layers[-1], block, linear)
+        result.layers = nn.ModuleList(layers)
+        return result
 
     @property
     def output_weight(self) -> Tensor:
@@ -372,6 +392,16 @@ class Decoder(nn.Module):
         return self._rope
 
 
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def _shallow(module: Module) -> Module:
+    """A module of the same parts, each of which can be replaced without touching the original."""
+    result = copy.copy(module)
+    result._parameters, result._modules = dict(module._parameters), dict(module._modules)
+    return result
+
+
 class FloatLogits(torch.autograd.Function):
     """``x W^T`` in float32, also from narrower factors: rounded to bfloat16 a logit of 16 may be off by 0.06."""
 
@@ -405,22 +435,6 @@ def fused_path_missing(config: DecoderConfig, device: torch.device, dtype: torch
     return None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square normalisation over the last axis (Zhang and Sennrich 2019), statistics in float32."""
-    h = x.float()
-    if x.is_cuda:  # one fused kernel there; on CPU torch takes it apart, more slowly than this
-        return F.rms_norm(h, (x.shape[-1],), None, eps).to(weight.dtype) * weight
-    return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)).to(weight.dtype) * weight
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021) in the half-split layout; x [N, heads, head_dim].
-
-    The sign of the rotation is in `sin`, whose first half is negative (see `Decoder._rotary`).
-    """
-    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
-
-
 class PackedCausal:
     """Causal attention inside each sequence of a packed batch.
 
@@ -449,13 +463,30 @@ class PackedCausal:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.note(layer, k, v)
-        q, k, v = (self._pad(t).transpose(1, 2) for t in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        flat = out.transpose(1, 2).reshape(self.n * self.longest, q.shape[1], -1)
-        return flat.index_select(0, self.slots) if self.ragged else flat
+        return self.flat(attention(*(self.pad(t).transpose(1, 2) for t in (q, k, v))))
 
-    def _pad(self, t: Tensor) -> Tensor:
+    def pad(self, t: Tensor) -> Tensor:
+        """[sequences, longest, ...] of packed [N, ...], 0 where a sequence is shorter."""
         if not self.ragged:
             return t.view(self.n, self.longest, *t.shape[1:])
         padded = t.new_zeros(self.n * self.longest, *t.shape[1:]).index_copy(0, self.slots, t)
         return padded.view(self.n, self.longest, *t.shape[1:])
+
+    def flat(self, t: Tensor) -> Tensor:
+        """Packed [N, heads, size] of [sequences, heads, longest, size], the inverse of `pad` and a transposition."""
+        flat = t.transpose(1, 2).reshape(self.n * self.longest, t.shape[1], -1)
+        return flat.index_select(0, self.slots) if self.ragged else flat
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+    """Scaled dot products over [sequences, heads, tokens, head_dim]; k and v may have fewer heads. `seen` says which tokens (last axis) a
+    token (last but one) attends to; None: itself and those before it.
+
+    On CPU in float32: torch's backward pass is several times slower in bfloat16 there.
+    """
+    narrow = q.dtype
+    if q.device.type == "cpu" and narrow != torch.float32:
+        q, k, v = q.float(), k.float(), v.float()
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=grouped)
+    return out.to(narrow)

@@ -37,6 +37,8 @@ RowLoss = Callable[[int, Tensor], Tensor]
 class TargetLearner(Learner):
     """A learner of one adapter, named `adapter` among `Learner.adapters`."""
 
+    shares_prompts = False  # every position is scored
+
     def target_logprobs(self, rows: Sequence[TargetRow], adapter: str) -> list[np.ndarray]:
         """float32 [N] or [N, K] for each row; no gradient, the adapter as in training."""
         result: list[np.ndarray] = [np.empty(0, np.float32)] * len(rows)

@@ -9,7 +9,7 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -25,8 +25,6 @@ from rllm.serve.tinker.wire import EMPTY_LOGPROB, Sampled, SampleOutput, SparseT
 
 # Completions that may wait for a place, over all tenants; beyond, clients are told to come back.
 MOST_WAITING = 16384
-# An odd constant (the golden ratio's digits) that gives every completion of a request a seed of its own.
-SEED_STEP = 0x9E3779B97F4A7C15
 # What adapters that are sampled may take: this share of the memory they are in, and no more than 4 GiB.
 ADAPTER_SHARE, MOST_ADAPTER_BYTES = 1 / 32, 4 * 2**30
 
@@ -156,10 +154,9 @@ class Sampler:
         n: int,
         query: PromptQuery,
     ) -> SampleOutput:
-        """`n` completions of one prompt. With a seed, completion i has ``seed + i * SEED_STEP``, so the first is that of n = 1."""
+        """`n` completions of one prompt. With a seed, the first is that of n = 1."""
         async with self.pool.use(path) as (_, pairs):
-            seeds = [None if params.seed is None else (params.seed + i * SEED_STEP) % 2**63 for i in range(n)]
-            asked = [self.complete(tenant, path, prompt, replace(params, seed=seed)) for seed in seeds]
+            asked = [self.complete(tenant, path, prompt, params.of_choice(i)) for i in range(n)]
             of_prompt = self._score(tenant, pairs, _prompt_query(prompt, params, query)) if query.of_prompt else None
             wanted = [asyncio.ensure_future(work) for work in (*asked, *([of_prompt] if of_prompt else []))]
             try:
