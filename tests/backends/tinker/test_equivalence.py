@@ -139,7 +139,7 @@ def test_a_loss_of_the_users_own_trains_too(pair: Pair) -> None:
         return (tokens.logprobs - tokens.old).square() * tokens.advantages, {}
 
     try:  # its gradient is a difference of log-probabilities, so rounding shows more
-        compare(pair, near(rows(), pair.local.logprobs(rows()), 0.5), LossSpec("squared_gap"), rel=1e-4)
+        compare(pair, near(rows(), pair.local.logprobs(rows()), 0.5), LossSpec("squared_gap"), rel=3e-4)
     finally:
         LOSSES.pop("squared_gap")
         from rllm.config.names import LOSSES as KNOWN
@@ -176,10 +176,10 @@ def test_optimizer_steps_are_the_local_ones_pipelined_or_not(pair: Pair) -> None
     spec = LossSpec("ppo_clip")
     told = pair.tinker.train_step(data, spec, ADAM)
     ours = pair.local.forward_backward(data, spec) | pair.local.optim_step(ADAM)
-    assert told["grad_norm"] == pytest.approx(ours["grad_norm"], rel=1e-4) and told["loss"] == pytest.approx(
+    assert told["grad_norm"] == pytest.approx(ours["grad_norm"], rel=3e-4) and told["loss"] == pytest.approx(
         ours["loss"], abs=1e-5
     )
-    pair.compare_weights(1e-4)  # Adam makes a step of 1e-3 of any gradient, so of rounding too where there is none
+    pair.compare_weights(3e-4)  # Adam makes a step of 1e-3 of any gradient, so of rounding too where there is none
     for backend in (pair.local, pair.tinker):
         backend.publish()
     assert pair.tinker.policy_version == pair.local.policy_version == 2
@@ -191,7 +191,7 @@ def test_a_second_optimizer_step_on_the_same_samples_is_the_local_one(pair: Pair
     for backend in (pair.local, pair.tinker):
         backend.forward_backward(data, replace(spec, clip_c=0.0))
         backend.optim_step(replace(ADAM, lr=1e-5))
-    metrics = compare(pair, data, spec, rel=1e-4)
+    metrics = compare(pair, data, spec, rel=3e-4)
     assert metrics["clip_fraction_dual"] > 0
     for backend in (pair.local, pair.tinker):
         backend.publish()

@@ -158,9 +158,10 @@ class Learner:
         result = [[0.0] * len(d.ids) for d in data]
         rows_of = data if trained_only else [replace(d, mask=[0] + [1] * (len(d.ids) - 1)) for d in data]
         for own, rows in self._micro_batches(rows_of, lambda d: d.adapter):
-            chosen = [rows_of[i] for i in rows]
-            if not any(datum.n_trained for datum in chosen):
+            rows = [i for i in rows if rows_of[i].n_trained]
+            if not rows:
                 continue
+            chosen = [rows_of[i] for i in rows]
             batch = self._token_logprobs(chosen, self._reference(own, adapter))
             for i, values in zip(rows, batch.logprobs.split([d.n_trained for d in chosen]), strict=True):
                 places = (t for t, m in enumerate(rows_of[i].mask) if m)
