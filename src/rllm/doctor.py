@@ -22,6 +22,7 @@ from rllm.config.schema import Config
 from rllm.version import __version__
 
 LEAST_FREE_BYTES = 10**9
+COLUMN = 22
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[.*?\])?>=([0-9.]+)(?:; extra == '(\w+)')?$")
 
 
@@ -216,10 +217,7 @@ def as_text(report: Report) -> str:
             f"  {model['parameters']:,} parameters, {model['dtype']} on {model['device']}; sampled {model['sampled_tokens']} tokens",
             f"  {model['folder']}",
         ]
-    lines += ["", f"{'backend can':<20}{'  '.join(report.backends)}"]
-    for column in fields(Capabilities):
-        values = (row[column.name] for row in report.backends.values())
-        lines.append(f"  {column.name:<18}{'  '.join(map(_cell, values))}")
+    lines += ["", *_table(report.backends)]
     lines.append("")
     for problem in report.problems:
         lines += [f"{'PROBLEM' if problem.blocks else 'note'}: {problem.what}", f"  fix: {problem.fix}"]
@@ -231,10 +229,24 @@ def as_text(report: Report) -> str:
     return "\n".join(lines)
 
 
+def _table(backends: dict[str, dict[str, Any]]) -> list[str]:
+    """What the backends can do, one in a column; what is too long for that, one in a line."""
+    lines = [f"{'backend can':<28}" + "".join(f"{name:<{COLUMN}}" for name in backends).rstrip()]
+    for column in fields(Capabilities):
+        cells = {name: _cell(row[column.name]) for name, row in backends.items()}
+        if max(map(len, cells.values())) < COLUMN:
+            lines.append(f"  {column.name:<26}" + "".join(f"{cell:<{COLUMN}}" for cell in cells.values()).rstrip())
+        else:
+            lines += [f"  {column.name}", *(f"    {name + ':':<8}{cell}" for name, cell in cells.items())]
+    return lines
+
+
 def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "-"
+    return str(value)
 
 
 def _size(size: int | None) -> str:

@@ -5,6 +5,7 @@ Knows the order of things; how each is done lives one call down.
 
 from __future__ import annotations
 
+import importlib
 import math
 import shutil
 import time
@@ -32,6 +33,12 @@ from rllm.tracking.run_folder import RunFolder
 from rllm.tracking.trackers import make_trackers
 from rllm.types import Task
 from rllm.update import PolicyUpdate
+
+# Where the class of each backend is: what a run does not use is not imported.
+BACKENDS = {
+    "local": ("rllm.backends.local.backend", "LocalBackend"),
+    "tinker": ("rllm.backends.tinker.backend", "TinkerBackend"),
+}
 
 
 class AgentTrainer:
@@ -184,6 +191,8 @@ class _Run:
             path = self._save(self.folder.path / "adapter-at-stop")
         except ModelError as unsaved:
             return type(error)(f"{error}\nwhat was learned could not be saved: {unsaved}")
+        except RunError as lost:  # what holds the weights is gone: that is why, and it says how to go on
+            return lost
         return type(error)(f"{error}\nwhat was learned in {self.completed} steps is saved in {path}")
 
     def _train_step(self) -> dict[str, float]:
@@ -364,9 +373,8 @@ class _Run:
 def create_backend(config: Config) -> Backend:
     """The backend that ``config.backend`` names, with its model loaded."""
     refuse_impossible(config, training=False)
-    from rllm.backends.local.backend import LocalBackend
-
-    return LocalBackend.create(config)
+    module, name = BACKENDS[config.backend]
+    return getattr(importlib.import_module(module), name).create(config)
 
 
 def loss_spec(config: Config) -> Losses:

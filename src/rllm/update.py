@@ -17,7 +17,7 @@ from rllm.algorithms.datums import build_datums
 from rllm.algorithms.filters import without_signal
 from rllm.algorithms.grouping import Accounting
 from rllm.algorithms.schedules import rate_factor, warmup_length
-from rllm.backends.base import BASE, INITIAL_ADAPTER, AdamParams, Backend, Datum, Losses
+from rllm.backends.base import BASE, INITIAL_ADAPTER, AdamParams, Backend, Datum, Losses, PipelinedBackend
 from rllm.collect import Collected
 from rllm.config.names import GROUP_RELATIVE
 from rllm.config.schema import Config
@@ -167,13 +167,8 @@ class PolicyUpdate:
     def _optimizer_step(self, batch: MiniBatch, params: AdamParams) -> dict[str, float] | None:
         """One optimizer step; None if its loss or gradient is not finite, and nothing has then changed. Three such in a row end the
         run."""
-        metrics = self.backend.forward_backward(batch, self.loss)
-        loss, norm = metrics.get("loss", 0.0), math.nan
-        if math.isfinite(loss):
-            stepped = self.backend.optim_step(params)
-            metrics, norm = metrics | stepped, stepped["grad_norm"]
-        else:
-            self.backend.discard_gradients()
+        metrics = self._train(batch, params)
+        loss, norm = metrics.get("loss", 0.0), metrics["grad_norm"]
         if math.isfinite(norm):
             self.skipped_in_a_row = 0
             return metrics
@@ -184,6 +179,15 @@ class PolicyUpdate:
                 f"lower optim.lr (now {params.lr:g})"
             )
         return None
+
+    def _train(self, batch: MiniBatch, params: AdamParams) -> dict[str, float]:
+        if isinstance(self.backend, PipelinedBackend):
+            return self.backend.train_step(batch, self.loss, params)
+        metrics = self.backend.forward_backward(batch, self.loss)
+        if math.isfinite(metrics.get("loss", 0.0)):
+            return metrics | self.backend.optim_step(params)
+        self.backend.discard_gradients()
+        return metrics | {"grad_norm": math.nan}
 
 
 def adam_params(config: Config, step: int, total: int) -> AdamParams:

@@ -22,6 +22,17 @@ ASKS = {
     ),
     "max_lora_rank": (32, ["lora.rank=64"], "lora.rank=64: .*ranks go up to 32"),
     "top_p_in_training": (False, ["rollout.top_p=0.9"], r"rollout\.top_p=0\.9: .*set rollout\.top_p=1"),
+    "temperature_in_training": (
+        False,
+        ["rollout.temperature=0.7"],
+        r"rollout\.temperature=0\.7: .*set rollout\.temperature=1",
+    ),
+    "entropy_bonus": (
+        False,
+        ["algorithm.entropy_coeff=0.01"],
+        r"algorithm\.entropy_coeff=0\.01: .*set algorithm\.entropy_coeff=0",
+    ),
+    "lora_options": (frozenset(), ["lora.use_rslora=true"], r"lora\.use_rslora=True: .*alpha / rank"),
     "losses": (
         frozenset({"cross_entropy"}),
         ["algorithm.loss=ppo_clip"],
@@ -41,6 +52,9 @@ ABLE = Capabilities(
     adapter_per_role=True,
     max_lora_rank=4096,
     top_p_in_training=True,
+    temperature_in_training=True,
+    entropy_bonus=True,
+    lora_options=frozenset(base.LORA_OPTIONS),
     losses=frozenset(LOSSES),
     devices=frozenset({"cpu", "cuda"}),
     dtypes=frozenset({"float32", "bfloat16"}),
@@ -109,3 +123,46 @@ def test_a_loss_that_the_user_brought_is_for_no_table_to_refuse():
     config = load_config().config
     config.algorithm.loss = "my_own_loss"
     refuse_impossible(config)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("lora.target_modules=[q_proj,v_proj]", "lora.target_modules"),
+        ("lora.target_modules=.*q_proj", "lora.target_modules"),
+        ("lora.exclude_modules=[o_proj]", "lora.exclude_modules"),
+        ("lora.rank_pattern={q_proj: 4}", "lora.rank_pattern"),
+        ("lora.alpha_pattern={q_proj: 4}", "lora.alpha_pattern"),
+        ("lora.dropout=0.1", "lora.dropout"),
+        ("lora.adapter_path=somewhere", "lora.adapter_path"),
+        ("lora.per_role={judge: {dropout: 0.1}}", "lora.per_role.judge.dropout"),
+        ("lora.rank=0", "lora.rank"),
+        ("model.device=cpu", "model.device"),
+        ("model.dtype=float32", "model.dtype"),
+        ("rollout.temperature=0.9", "rollout.temperature"),
+        ("algorithm.entropy_coeff=0.1", "algorithm.entropy_coeff"),
+        ("distill.teacher=default", "distill.teacher"),
+    ],
+)
+def test_what_the_service_cannot_do_is_refused_before_anybody_is_asked(override, key):
+    resolved = load_config(overrides=["backend=tinker", override])
+    with pytest.raises(
+        ConfigError, match=rf"^argument: {key.replace('.', '[.]')}=.*: the tinker backend cannot do this; "
+    ):
+        refuse_impossible(resolved.config, resolved.provenance)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "lora.target_modules=all-linear",
+        "lora.target_modules=[q_proj,k_proj,v_proj,o_proj]",
+        "lora.target_modules=[gate_proj,up_proj,down_proj,lm_head]",
+        "lora.train_mlp=false",
+        "rollout.val_temperature=0.3",
+        "algorithm.kl_beta=0.1",
+        "distill.base_url=http://127.0.0.1:1/v1",
+    ],
+)
+def test_what_the_service_can_do_passes(override):
+    refuse_impossible(load_config(overrides=["backend=tinker", override]).config)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from rllm.algorithms.spec import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, TEACHER, Datum, Losses, LossSpec, initial_of
-from rllm.config.schema import Config
+from rllm.config.schema import Config, LoraSettings
 from rllm.errors import ConfigError
+from rllm.lora.groups import module_groups
 
 __all__ = [
     "BASE",
@@ -28,6 +29,7 @@ __all__ = [
     "LossSpec",
     "Losses",
     "OnToken",
+    "PipelinedBackend",
     "Probe",
     "SamplingParams",
     "Scored",
@@ -196,6 +198,16 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class PipelinedBackend(Protocol):
+    """A backend at the end of a wire, which is asked for the optimizer step before it has answered about the gradient."""
+
+    def train_step(self, data: Sequence[Datum], loss: Losses, params: AdamParams) -> dict[str, float]:
+        """`Backend.forward_backward`, then `Backend.optim_step`; the metrics of both. Where loss or gradient is not finite nothing
+        changes and ``grad_norm`` is not finite."""
+        ...
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """One row of the capability table. `rllm doctor` prints it; `refuse_impossible` holds configs against it."""
@@ -204,12 +216,27 @@ class Capabilities:
     adapter_per_role: bool
     max_lora_rank: int
     top_p_in_training: bool
+    temperature_in_training: bool
+    entropy_bonus: bool
     losses: frozenset[str]
+    lora_options: frozenset[str]
     devices: frozenset[str]
     dtypes: frozenset[str]
     quantization: frozenset[str]
     teachers: frozenset[str]
 
+
+LORA_OPTIONS: dict[str, str] = {
+    "target_modules": "whole groups of layers only: all-linear, or all of the attention's, the MLP's or the output head's names; or leave "
+    "it out and say lora.train_attn, train_mlp, train_unembed",
+    "exclude_modules": "whole groups of layers only: say lora.train_attn, train_mlp, train_unembed",
+    "rank_pattern": "one rank for all modules; leave it out",
+    "alpha_pattern": "one alpha for all modules; leave it out",
+    "use_rslora": "the scale is alpha / rank; leave it out",
+    "dropout": "no dropout; leave it out",
+    "adapter_path": "a fresh adapter only; leave it out, or go on from a saved state with trainer.resume",
+}
+"""Settings of an adapter that a backend may not have, and what it has instead."""
 
 CAPABILITIES: dict[str, Capabilities] = {
     "local": Capabilities(
@@ -217,11 +244,28 @@ CAPABILITIES: dict[str, Capabilities] = {
         adapter_per_role=True,
         max_lora_rank=4096,
         top_p_in_training=False,
+        temperature_in_training=True,
+        entropy_bonus=True,
         losses=frozenset({"ppo_clip", "importance_sampling", "cispo", "gspo", "dro", "reinforce", "cross_entropy"}),
+        lora_options=frozenset(LORA_OPTIONS),
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({"float32", "bfloat16"}),
         quantization=frozenset({"none", "nf4"}),
         teachers=frozenset({"model", "endpoint"}),
+    ),
+    "tinker": Capabilities(
+        full_finetuning=False,
+        adapter_per_role=True,
+        max_lora_rank=4096,  # what the model's server says may be less
+        top_p_in_training=False,
+        temperature_in_training=False,
+        entropy_bonus=False,
+        losses=frozenset({"ppo_clip", "importance_sampling", "cispo", "gspo", "dro", "reinforce", "cross_entropy"}),
+        lora_options=frozenset(),
+        devices=frozenset({"auto"}),
+        dtypes=frozenset({"auto"}),
+        quantization=frozenset({"none"}),
+        teachers=frozenset({"endpoint"}),
     ),
 }
 
@@ -256,6 +300,7 @@ def refuse_impossible(config: Config, provenance: Mapping[str, str] | None = Non
             choices.append((key, kind, can.teachers))
     for key, value, allowed in choices:
         _require(value in allowed, config, provenance, key, value, f"it can do {', '.join(sorted(allowed))}")
+    _refuse_lora_options(config, can, provenance)
     _require(
         can.full_finetuning or bool(adapters),
         config,
@@ -272,14 +317,45 @@ def refuse_impossible(config: Config, provenance: Mapping[str, str] | None = Non
         ", ".join(adapters),
         "it trains one adapter; set lora.per_role=shared",
     )
+    if not training or config.trainer.val_only:
+        return
     _require(
-        can.top_p_in_training or not training or config.trainer.val_only or config.rollout.top_p == 1.0,
+        can.temperature_in_training or config.rollout.temperature == 1.0,
+        config,
+        provenance,
+        "rollout.temperature",
+        f"{config.rollout.temperature:g}",
+        "it computes log-probabilities at temperature 1, so set rollout.temperature=1 (rollout.val_temperature is free)",
+    )
+    _require(
+        can.entropy_bonus or config.algorithm.entropy_coeff == 0,
+        config,
+        provenance,
+        "algorithm.entropy_coeff",
+        f"{config.algorithm.entropy_coeff:g}",
+        "it tells the log-probabilities of given tokens only; set algorithm.entropy_coeff=0",
+    )
+    _require(
+        can.top_p_in_training or config.rollout.top_p == 1.0,
         config,
         provenance,
         "rollout.top_p",
         f"{config.rollout.top_p:g}",
         "the log-probabilities trained on would not be those sampled from; set rollout.top_p=1",
     )
+
+
+def _refuse_lora_options(config: Config, can: Capabilities, provenance: Mapping[str, str] | None) -> None:
+    start = "lora" if config.lora.per_role == "shared" else "lora.per_role"
+    for role, settings in config.lora.adapters().items():
+        for name, instead in LORA_OPTIONS.items():
+            value = getattr(settings, name)
+            plain = value == LoraSettings.model_fields[name].get_default(call_default_factory=True)
+            possible = (
+                plain or name in can.lora_options or (name == "target_modules" and module_groups(value) is not None)
+            )
+            key = f"{start}.{name}" if start == "lora" else f"{start}.{role}.{name}"
+            _require(possible, config, provenance, key, value, instead)
 
 
 def _require(

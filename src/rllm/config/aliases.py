@@ -144,6 +144,7 @@ ALIASES: dict[str, str] = {
     "rllm.workflow.n_parallel_tasks": "rollout.max_concurrency",
     "rllm.workflow.workflow_args.timeout": "rollout.episode_timeout_s",
     # rLLM's Tinker backend
+    "tinker_base_url": "tinker.base_url",
     "model.name": "model.path",
     "model.lora_rank": "lora.rank",
     "model.train_attn": "lora.train_attn",

@@ -10,7 +10,8 @@ import importlib.util
 from collections.abc import Callable, Collection, Mapping
 
 from rllm.config.check_distill import check_distill, distill_notes
-from rllm.config.check_training import check_training, training_notes
+from rllm.config.check_tinker import check_tinker, tinker_notes
+from rllm.config.check_training import check_training, makes_several_steps, training_notes
 from rllm.config.names import (
     AGGREGATIONS,
     ESTIMATOR_WORDS,
@@ -46,6 +47,7 @@ def check(config: Config, provenance: Mapping[str, str] | None = None, training:
     _check_names(config, refuse)
     for name in config.trainer.logger:
         _one_of("trainer.logger", name, LOGGERS, dict.fromkeys(KNOWN_LOGGERS, "not built yet"), refuse)
+    check_tinker(config, refuse)
     if problem := quantization_problem(config.model, bool(config.lora.adapters())):
         raise refuse("model.quantization", problem)
     if problem := engine_problem(config, training=training and not config.trainer.val_only):
@@ -110,6 +112,8 @@ def engine_problem(config: Config, device: str | None = None, training: bool = T
     key = f"rollout.engine={config.rollout.engine}"
     if config.rollout.engine == "local":
         return None
+    if config.backend != "local":
+        return f"{key} with backend={config.backend}: that backend samples itself; leave rollout.engine out"
     if (device or config.model.device) == "cpu":
         return f"{key} needs a CUDA device, model.device={config.model.device} is the CPU; use cuda, or rollout.engine=local"
     if config.model.quantization != "none":
@@ -147,6 +151,7 @@ def _check_sampling(config: Config, refuse: Callable[[str, str], ConfigError]) -
 
 def _notes(config: Config, provenance: Mapping[str, str]) -> list[str]:
     notes = [*_algorithm_notes(config), *training_notes(config), *distill_notes(config)]
+    notes += tinker_notes(config, several_steps=makes_several_steps(config))
     adapters = config.lora.adapters()
     if not adapters:
         return notes

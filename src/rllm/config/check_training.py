@@ -231,6 +231,12 @@ def _schedule_notes(config: Config, o: OptimConfig) -> Iterator[str]:
         yield f"optim.warmup_steps={o.warmup_steps}: the {total} steps of the run are all warm-up; optim.lr is never reached"
 
 
+def makes_several_steps(config: Config) -> bool:
+    """Whether a training step may make more than one optimizer step."""
+    a = config.algorithm
+    return a.ppo_epochs > 1 or (a.mini_batch_size or config.data.train_batch_size) < config.data.train_batch_size
+
+
 def why_trainer_logprobs(config: Config) -> str | None:
     """Why the trainer's log-probabilities take the place of the sampler's in the loss, or None if they do not."""
     a = config.algorithm

@@ -139,7 +139,7 @@ TREE_NO_EFFECT: dict[str, str] = {
     "rllm.episode_logging.": "every episode is in episodes.jsonl of the run's folder",
     "rllm.remote_runtime.": "flows run in this process",
     # rLLM's Tinker backend
-    "fuse_forward_backward_and_optim_step": ENGINE,
+    "fuse_forward_backward_and_optim_step": "with backend=tinker both are always under way at once",
     "rollout_engine.": "the model's own chat template renders every call",
     "training.resume_mode": "trainer.resume=auto or trainer.resume=<folder of a run> goes on with a run",
 }
@@ -180,6 +180,5 @@ TREE_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "algorithm.use_pf_ppo": ((False,), "samples are not reweighted"),
     "rllm.workflow.workflow_args.gamma": ((0,), "returns are not discounted"),
     "rllm.workflow.workflow_args.reward_bonus_coeff": ((0,), "rewards are not shaped"),
-    "tinker_base_url": ((None,), "the weights are held here"),
     "training.num_minibatches": ((1,), "say how many tasks an optimizer step takes: algorithm.mini_batch_size"),
 }

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from rllm.config.names import TEMPLATE_RESERVED
 from rllm.config.schema_algorithm import AlgorithmConfig
 from rllm.config.schema_distill import DistillConfig
+from rllm.config.schema_tinker import TinkerConfig
 from rllm.config.section import Fraction, Section
 
 ROLE_NAME = r"[A-Za-z0-9._-]{1,64}"
@@ -334,4 +335,7 @@ class Config(Section):
     distill: DistillConfig = Field(default_factory=DistillConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
-    backend: Literal["local"] = Field(default="local", description="What holds the weights: local")
+    tinker: TinkerConfig = Field(default_factory=TinkerConfig)
+    backend: Literal["local", "tinker"] = Field(
+        default="local", description="What holds the weights: local (this process) | tinker (a server of Tinker's API)"
+    )

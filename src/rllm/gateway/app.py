@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -16,6 +17,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from rllm.errors import UserError
 from rllm.gateway import responses
 from rllm.gateway.chat import ChatModel, Prompt
 from rllm.gateway.errors import RequestError, error_body
@@ -240,7 +242,14 @@ def _error_event(error: Exception) -> str:
 
 
 def _log(error: Exception) -> None:
-    logger.error("the model failed to answer: %s: %s", type(error).__name__, error)
+    text = f"the model failed to answer: {type(error).__name__}: {error}"
+    # A reason that is the same for every call, such as a server that is gone, is said once.
+    _log_once(text) if isinstance(error, UserError) else logger.error("%s", text)
+
+
+@lru_cache(maxsize=64)
+def _log_once(text: str) -> None:
+    logger.error("%s", text)
 
 
 def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -55,20 +55,26 @@ class ConsoleTracker:
 
     def start(self, facts: Mapping[str, Any], total_steps: int) -> None:
         self.total = total_steps
-        share = 100 * facts["trainable"] / max(facts["parameters"], 1)
+        trained, parameters = (
+            facts["trainable"],
+            facts["parameters"],
+        )  # None: the weights are elsewhere, and nobody told
         formula = " = sum of rank x (in + out)" if facts.get("adapters") else ""
+        size = "" if parameters is None else f"{parameters:,} parameters, "
         rows = {
-            "model": f"{facts['model']}, {facts['parameters']:,} parameters, {facts['dtype']} on {facts['device']}",
+            "model": f"{facts['model']}, {size}{facts['dtype']} on {facts['device']}",
             **({"path": facts["path"]} if "path" in facts else {}),
-            "base": f"fingerprint {facts.get('base_fingerprint', '?')}",
+            "base": f"fingerprint {facts['base_fingerprint']}" if "base_fingerprint" in facts else "",
             "method": facts["method"],
-            "trained": f"{facts['trainable']:,} parameters ({share:.2f} %){formula}",
+            "trained": f"{trained:,} parameters ({100 * trained / max(parameters or 1, 1):.2f} %){formula}"
+            if trained
+            else "",
             "dtypes": facts.get("dtypes", facts["dtype"]),
             "memory": ", ".join(f"{part} {_bytes(size)}" for part, size in facts.get("memory_bytes", {}).items()),
             "steps": f"{total_steps} of {self.config.data.train_batch_size} tasks x {self.config.rollout.n} episodes",
             "folder": str(self.folder.path),
         }
-        for name, value in rows.items():
+        for name, value in ((name, value) for name, value in rows.items() if value):
             self.console.print(f"  [bold]{name:<8}[/bold] {escape(value)}", soft_wrap=True)
         for note in facts.get("notes", []):
             self.console.print(f"  [yellow]note[/yellow]     {escape(note)}", soft_wrap=True)
@@ -147,8 +153,9 @@ class ConsoleTracker:
         if result.get("state"):
             more = [] if result["interrupted"] else [f"trainer.total_steps={2 * result['steps']}"]
             lines.append(f"  continue {_this_command(f'trainer.resume={self.folder.path}', *more)}")
+        if self.config.backend == "local":  # elsewhere a run starts from no file
+            lines.append(f"  anew     {_this_command(start)}   (a new run from what was learned)")
         lines += [
-            f"  anew     {_this_command(start)}   (a new run from what was learned)",
             f"  chat     {_program('rllm')} serve {served}   and then   {_program('python')} examples/chat_client.py",
         ]
         for line in lines:

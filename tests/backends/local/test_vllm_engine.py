@@ -74,6 +74,7 @@ def test_peft_loads_a_folder_of_one_rank(tmp_path):
         ({"lora": {"rank": 0}}, None, "lora.rank=0: only adapters are handed to vLLM"),
         ({"lora": {"rank": 600}}, None, "vLLM serves ranks up to 512"),
         ({"lora": {"rank": 8, "rank_pattern": {"q_proj": 1024}}}, None, "with rank 1024"),
+        ({"backend": "tinker"}, None, "with backend=tinker: that backend samples itself"),
         ({"model": {"quantization": "nf4"}}, None, "would sample from other weights"),
     ],
 )

@@ -295,3 +295,21 @@ def test_a_model_that_cannot_be_made_is_refused(served: Served, change: dict[str
     body = {"session_id": served.session(), "model_seq_id": 0, "base_model": "default", **change}
     answer = served.http.post("/create_model", json=body)
     assert 400 <= answer.status_code < 500 and told in answer.json()["error"]
+
+
+def test_a_client_of_ours_is_told_about_the_server_and_may_state_its_alpha(served: Served) -> None:
+    about = served.post("/client/config", {"sdk_version": "test"})["rllm"]
+    assert about["lora_alpha"] == served.service.alpha and "gspo" in about["losses"] and about["dtype"] == "float32"
+    body = {"session_id": served.session(), "base_model": "default", "lora_config": {"rank": 4}}
+    for number, (metadata, alpha) in enumerate(
+        ((None, 32.0), ({"by": "us"}, 32.0), ({about["alpha_metadata"]: "6.5"}, 6.5))
+    ):
+        reply = served.post("/create_model", {**body, "model_seq_id": number, "user_metadata": metadata})
+        assert served.service.runs[served.result(reply)["model_id"]].spec.alpha == alpha
+    for wrong in ("0", "-1", "nan", "much", None):
+        refused = {**body, "model_seq_id": 9, "user_metadata": {about["alpha_metadata"]: wrong}}
+        answer = served.http.post("/create_model", json=refused)
+        if wrong is None:  # says nothing
+            assert answer.status_code == 200
+        else:
+            assert answer.status_code == 400 and "it must be a number above 0" in answer.json()["error"]

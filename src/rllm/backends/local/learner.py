@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rllm.algorithms.losses import Tokens, kl_terms, token_loss, token_weights
+from rllm.algorithms.losses import token_weights
 from rllm.algorithms.spec import Losses, loss_of
 from rllm.backends.base import (
     BASE,
@@ -25,7 +25,6 @@ from rllm.backends.base import (
     TEACHER,
     AdamParams,
     Datum,
-    LossSpec,
     Scored,
     initial_of,
 )
@@ -33,8 +32,8 @@ from rllm.backends.local.language_model import LanguageModel, LowRank
 from rllm.backends.local.model import HEAD, Decoder, PackedCausal
 from rllm.backends.local.ops import rms_norm
 from rllm.backends.local.packing import Packed, micro_batches, pack
-from rllm.backends.local.sums import Sums
 from rllm.backends.local.transfer import to_device
+from rllm.backends.token_losses import Sums, TrainedTokens, losses_of
 from rllm.lora.adapter import LoraAdapter
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ class Learner:
             lengths = to_device([d.n_trained for d in chosen], self.model.device)
             weight = to_device([weights[key][i] for i in rows if counts[i]], self.model.device)
             per_token = weight.repeat_interleave(lengths, output_size=len(batch.logprobs))
-            total = (per_token * _losses(spec, batch, lengths, sums)).sum()
+            total = (per_token * losses_of(spec, batch, lengths, sums)).sum()
             total.backward()
             sums.add("loss", total.detach())
         finish()
@@ -161,9 +160,10 @@ class Learner:
         result = [[0.0] * len(d.ids) for d in data]
         rows_of = data if trained_only else [replace(d, mask=[0] + [1] * (len(d.ids) - 1)) for d in data]
         for own, rows in self._micro_batches(rows_of, lambda d: d.adapter):
-            chosen = [rows_of[i] for i in rows]
-            if not any(datum.n_trained for datum in chosen):
+            rows = [i for i in rows if rows_of[i].n_trained]
+            if not rows:
                 continue
+            chosen = [rows_of[i] for i in rows]
             batch = self._token_logprobs(chosen, self._reference(own, adapter))
             for i, values in zip(rows, batch.logprobs.split([d.n_trained for d in chosen]), strict=True):
                 places = (t for t, m in enumerate(rows_of[i].mask) if m)
@@ -269,7 +269,7 @@ class Learner:
             ):
                 yield shared, batch
 
-    def _token_logprobs(self, rows: Sequence[Datum], adapter: str, entropy_gradient: bool = False) -> _Trained:
+    def _token_logprobs(self, rows: Sequence[Datum], adapter: str, entropy_gradient: bool = False) -> TrainedTokens:
         """The trained tokens of `rows` under the policy `adapter`, row after row."""
         device = self.model.device
         mask = torch.tensor([m for row in rows for m in row.mask], dtype=torch.bool)
@@ -290,7 +290,7 @@ class Learner:
         else:
             logits = partial(model.logits, lora=lora)
             logprobs, entropy = self._chunked_logprobs(predicting, targets, temperatures, logits, entropy_gradient)
-        return _Trained(rows, mask, logprobs, entropy)
+        return TrainedTokens(rows, mask, logprobs, entropy)
 
     def _hidden(self, model: LanguageModel, lora: LowRank | None, packed: Packed) -> Tensor:
         """Final hidden states [T, hidden] from which the trained tokens are predicted."""
@@ -350,65 +350,6 @@ class Learner:
             return self.start, None
         known = [*self.adapters, *self.frozen, BASE] if self.adapters else [DEFAULT_ADAPTER]
         raise KeyError(f"no adapter {adapter!r}; there are {', '.join(known)}")
-
-
-@dataclass(frozen=True)
-class _Trained:
-    """What a forward pass gave for the trained tokens of some rows, and the rows' own numbers at the same N tokens."""
-
-    rows: Sequence[Datum]
-    mask: Tensor
-    logprobs: Tensor
-    entropy: Tensor
-
-    def take(self, field: str, instead: Callable[[Datum], Sequence[float]] | None = None) -> Tensor:
-        """A per-token field of the rows [N]; `instead` gives the values of a row that has none."""
-        values: list[float] = []
-        for row in self.rows:
-            own = getattr(row, field) or (instead(row) if instead else ())
-            if len(own) != len(row.ids):
-                raise ValueError(f"Datum.{field}: {len(own)} values in a row of {len(row.ids)} tokens")
-            values += own
-        return to_device(torch.tensor(values, dtype=torch.float32)[self.mask], self.logprobs.device)
-
-    def has(self, field: str) -> bool:
-        return any(getattr(row, field) for row in self.rows)
-
-
-def _losses(spec: LossSpec, batch: _Trained, lengths: Tensor, sums: Sums) -> Tensor:
-    """Loss of every token [N]: policy loss times the token's weight, plus KL and entropy terms. Counts its statistics in `sums`."""
-    logprobs = batch.logprobs
-    numbers = torch.arange(len(lengths), device=lengths.device)
-    row_numbers = numbers.repeat_interleave(lengths, output_size=len(logprobs))
-    sampler = batch.take("logprobs")
-    old = batch.take("old_logprobs", lambda row: row.logprobs) if batch.has("old_logprobs") else sampler
-    losses, statistics = token_loss(spec, Tokens(logprobs, old, batch.take("advantages"), row_numbers))
-    if batch.has("weights"):
-        losses = losses * batch.take("weights", lambda row: [1.0] * len(row.ids))
-    if spec.kl_beta > 0:
-        reference = batch.take("ref_logprobs")
-        losses = losses + spec.kl_beta * kl_terms(logprobs, reference, spec.kl_estimator)
-        sums.mean("kl_ref_k1", logprobs.detach() - reference)
-        sums.mean("kl_ref", kl_terms(logprobs.detach(), reference))
-    if spec.entropy_coeff > 0:
-        losses = losses - spec.entropy_coeff * batch.entropy
-    sums.tokens(len(logprobs))
-    sums.mean("entropy", batch.entropy.detach())
-    for name, values in statistics.items():
-        sums.weights(values) if name == "ratio" else sums.mean(name, values)
-    if spec.name != "cross_entropy":
-        _count_divergence(sums, logprobs.detach(), old, sampler)
-    return losses
-
-
-def _count_divergence(sums: Sums, logprobs: Tensor, old: Tensor, sampler: Tensor) -> None:
-    """How far the policy is from the one that the ratio is taken to, and from the sampler. The samples are of those, so the KL
-    divergences are from them: with ``d = old - logp``, k1 is ``d`` and k3 is ``exp(-d) - 1 + d``."""
-    sums.mean("ppo_kl", old - logprobs)
-    k3 = kl_terms(old, logprobs)
-    sums.mean("ppo_kl_k3", k3)
-    sums.mean("sampler_kl", k3 if old is sampler else kl_terms(sampler, logprobs))
-    sums.maximum("sampler_gap_max", (logprobs - sampler).abs())
 
 
 def _tokens_in_memory(model: LanguageModel) -> int:

@@ -228,21 +228,21 @@ def _checkpoint_tensors(folder: Path, device: str | torch.device):
             raise ModelError(f"model.path: {file} cannot be read ({error}); the file may be incomplete") from error
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model folder; it must have a chat template and an end-of-turn token."""
+def load_tokenizer(folder: Path, key: str = "model.path") -> Any:
+    """The tokenizer of a model folder; it must have a chat template and an end-of-turn token. `key` is what an error says was wrong."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # the reader raises many kinds for a file that is not as it should be
-        raise ModelError(f"model.path: the tokenizer of {folder} cannot be read: {_first_line(error)}") from error
+        raise ModelError(f"{key}: the tokenizer of {folder} cannot be read: {_first_line(error)}") from error
     if not tokenizer.chat_template:
         raise ModelError(
-            f"model.path: the tokenizer of {folder} has no chat template; add chat_template.jinja "
+            f"{key}: the tokenizer of {folder} has no chat template; add chat_template.jinja "
             "(an instruct model has one) or choose an instruct model"
         )
     if tokenizer.eos_token_id is None:
-        raise ModelError(f"model.path: the tokenizer of {folder} names no eos_token; set it in tokenizer_config.json")
+        raise ModelError(f"{key}: the tokenizer of {folder} names no eos_token; set it in tokenizer_config.json")
     return tokenizer
 
 

@@ -21,6 +21,7 @@ from rllm.errors import ModelError
 from rllm.gateway.messages import strict_json
 from rllm.serve.tinker import bodies
 from rllm.serve.tinker.errors import ApiError
+from rllm.serve.tinker.extension import about
 from rllm.serve.tinker.futures import Failure, PendingResult
 from rllm.serve.tinker.service import TinkerService
 from rllm.serve.tinker.wire import TrainRequest, train_request_of_json, train_request_of_proto
@@ -59,7 +60,7 @@ class Routes:
 
     async def client_config(self, request: Request) -> Response:
         await json_body(request)
-        return reply(CLIENT_CONFIG)
+        return reply({**CLIENT_CONFIG, "rllm": about(self.service)})  # the SDK passes over what it does not know
 
     async def dynamic_config(self, request: Request) -> Response:
         await json_body(request)

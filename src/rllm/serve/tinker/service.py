@@ -20,6 +20,7 @@ from rllm.lora.checkpoint import fingerprint
 from rllm.serve.tinker import bodies
 from rllm.serve.tinker.bodies import digest_of
 from rllm.serve.tinker.errors import ApiError, OperationError
+from rllm.serve.tinker.extension import alpha_of
 from rllm.serve.tinker.futures import Failure, Futures, PendingResult, Result
 from rllm.serve.tinker.losses import LossError, check_inputs, check_settings
 from rllm.serve.tinker.runs import AdapterSpec, TrainingRun, read_pairs
@@ -123,7 +124,8 @@ class TinkerService:
             )
         # Without a seed the n-th run of a session starts as every n-th run does, so that a script run twice is the same run.
         seed = self.backend.config.trainer.seed + body.model_seq_id if lora.seed is None else lora.seed
-        spec = AdapterSpec(lora.rank, self.alpha, seed % 2**63, lora.train_attn, lora.train_mlp, lora.train_unembed)
+        alpha = alpha_of(body.user_metadata) or self.alpha
+        spec = AdapterSpec(lora.rank, alpha, seed % 2**63, lora.train_attn, lora.train_mlp, lora.train_unembed)
         return self._new_run(body.session_id, body.model_seq_id, spec, body.user_metadata, body)
 
     def load_weights(self, body: bodies.LoadWeights) -> PendingResult:

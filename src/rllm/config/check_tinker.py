@@ -1,0 +1,41 @@
+"""What of a config does not go together with ``backend=tinker``, and notes on what it costs there.
+
+Knows the config tree only; what the backend cannot do at all is in the capability table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from rllm.config.schema import Config
+
+DUAL_CLIP_LOSSES = {"ppo_clip", "gspo"}
+
+
+def check_tinker(config: Config, refuse: Callable[[str, str], Exception]) -> None:
+    """An address that nobody uses is a backend that was forgotten."""
+    url = config.tinker.base_url
+    if url is not None and config.backend != "tinker":
+        raise refuse(
+            "tinker.base_url",
+            f"tinker.base_url={url}: nothing of it is used with backend={config.backend}; set backend=tinker, or leave it out",
+        )
+
+
+def tinker_notes(config: Config, several_steps: bool) -> Iterator[str]:
+    """`several_steps`: a training step may make more than one optimizer step."""
+    if config.backend != "tinker":
+        return
+    a = config.algorithm
+    dual = sorted(a.losses() & DUAL_CLIP_LOSSES) if a.clip_ratio_c and (several_steps or a.max_staleness) else []
+    if a.kl_beta:
+        yield f"algorithm.kl_beta={a.kl_beta:g}: the service has no KL term, so each update costs a forward pass more"
+    elif dual:
+        yield (
+            f"algorithm.clip_ratio_c={a.clip_ratio_c:g}: the service's losses have no dual clip, so optimizer steps after the first on the "
+            "same samples cost a forward pass more; 0 switches it off"
+        )
+    if len(config.lora.adapters()) > 1 and config.optim.grad_clip:
+        yield f"optim.grad_clip={config.optim.grad_clip:g} holds for each adapter by itself: the service clips every run alone"
+    if config.rollout.max_batch != type(config.rollout).model_fields["max_batch"].default:
+        yield f"rollout.max_batch={config.rollout.max_batch} has no effect: the server decides how many it decodes at once"

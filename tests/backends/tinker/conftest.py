@@ -1,0 +1,1 @@
+from tinker_server import backend, sdk, served  # noqa: F401 - fixtures
