@@ -10,13 +10,13 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rllm import checkpoint
-from rllm.algorithms.datums import build_datums, check_role_names
+from rllm.algorithms.datums import check_role_names
 from rllm.algorithms.grouping import Accounting
 from rllm.algorithms.metrics import validation_metrics
 from rllm.backends.base import DEFAULT_ADAPTER, INITIAL_ADAPTER, Backend, Losses, LossSpec, refuse_impossible
@@ -31,7 +31,7 @@ from rllm.rollouts.batch import Rollouts, stable_seed
 from rllm.tracking.run_folder import RunFolder
 from rllm.tracking.trackers import make_trackers
 from rllm.types import Task
-from rllm.update import PolicyUpdate
+from rllm.update import PolicyUpdate, datums_of
 
 
 class AgentTrainer:
@@ -80,6 +80,11 @@ class AgentTrainer:
             )
         total = total_steps(self.train_dataset, self.config)
         check_early_stop(self.config, self.val_dataset, total)
+        if self.config.backend == "verl" and self._given_backend is None:  # verl owns the loop
+            from rllm.cluster.start import Parts, train_on_verl
+
+            parts = Parts(self.flow, self.workflow_class, self.workflow_args, self.evaluator)
+            return train_on_verl(self.resolved, parts, self.train_dataset, self.val_dataset, total)
         started = time.monotonic()
         resumed = checkpoint.resumed(self.config, self.train_dataset, total)
         folder = RunFolder.create(self.resolved) if resumed is None else None
@@ -200,17 +205,7 @@ class _Run:
             taught, told = self.distiller.run(found)
             metrics |= told
         groups, kl_metrics = self.update.with_kl_in_reward(found, self.step)
-        data = build_datums(
-            groups,
-            account,
-            estimator=config.algorithm.adv_estimator,
-            std=config.algorithm.grpo_std,
-            zero_std=config.algorithm.zero_std,
-            stepwise=config.algorithm.stepwise,
-            gamma=config.algorithm.gamma,
-            per_role={role: own.adv_estimator for role, own in config.algorithm.per_role.items() if own.adv_estimator},
-            token_advantages=taught,
-        )
+        data = datums_of(groups, account, config, taught)
         metrics |= kl_metrics | self.update.run(data, found, account, self.step)
         if metrics["train/optimizer_steps"]:
             metrics |= self._publish()
@@ -350,9 +345,20 @@ class _Run:
 def create_backend(config: Config) -> Backend:
     """The backend that ``config.backend`` names, with its model loaded."""
     refuse_impossible(config, training=False)
+    return _BACKENDS[config.backend](config)
+
+
+def _local(config: Config) -> Backend:
     from rllm.backends.local.backend import LocalBackend
 
     return LocalBackend.create(config)
+
+
+def _verl(config: Config) -> Backend:
+    raise ConfigError("backend=verl: verl trains and has nothing else to offer; use backend=local for everything but training")
+
+
+_BACKENDS: dict[str, Callable[[Config], Backend]] = {"local": _local, "verl": _verl}
 
 
 def loss_spec(config: Config) -> Losses:
