@@ -117,3 +117,16 @@ def _register_rollout() -> None:
 
 
 _register_rollout()
+
+
+def _one_backend_for_each_device() -> None:
+    """verl asks for "cpu:gloo" beside the platform's own backend, which here is that one again."""
+    begin = torch.distributed.init_process_group
+
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        return begin(",".join(dict.fromkeys(backend.split(","))) if backend else backend, *args, **kwargs)
+
+    torch.distributed.init_process_group = init_process_group
+
+
+_one_backend_for_each_device()

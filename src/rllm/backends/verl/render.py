@@ -119,6 +119,8 @@ def _model(config: Config, model: str) -> dict[str, Any]:
     values: dict[str, Any] = {f"{MODEL}.path": model, f"{ROLLOUT}.dtype": dtype}
     # FSDP holds what it trains in fp32 and computes in `dtype`. In bfloat16 the adapters' Adam steps would be rounded away.
     values |= {f"{ACTOR}.fsdp_config.dtype": dtype, f"{ACTOR}.fsdp_config.model_dtype": "fp32"}
+    if dtype == "float32":  # dtype alone leaves FSDP's own mixed precision at bfloat16
+        values[f"+{ACTOR}.fsdp_config.mixed_precision"] = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
     return values | {f"{ACTOR}.strategy": "fsdp2", f"{MODEL}.use_remove_padding": True}
 
 
@@ -241,6 +243,8 @@ def _trainer(config: Config, steps: int, folder: str) -> dict[str, Any]:
         "trainer.experiment_name": t.experiment_name or Path(folder).name,
         "trainer.default_local_dir": str(Path(folder) / "checkpoints"),
         "trainer.resume_mode": "auto" if t.resume else "disable",
+        # Rewards come with the rows, so verl's own reward workers have nothing to do.
+        "reward.num_workers": 1,
         "trainer.n_gpus_per_node": 1,
         "trainer.nnodes": 1,
     }
