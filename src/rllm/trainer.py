@@ -355,7 +355,9 @@ def _local(config: Config) -> Backend:
 
 
 def _verl(config: Config) -> Backend:
-    raise ConfigError("backend=verl: verl trains and has nothing else to offer; use backend=local for everything but training")
+    raise ConfigError(
+        "backend=verl: verl trains and has nothing else to offer; use backend=local for everything but training"
+    )
 
 
 _BACKENDS: dict[str, Callable[[Config], Backend]] = {"local": _local, "verl": _verl}

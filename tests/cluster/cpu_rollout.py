@@ -32,7 +32,9 @@ class EngineServer:
         config: Any = {"model": {"path": str(model), "device": "cpu", "max_model_len": self.max_model_len}}
         return LocalBackend.create(load_config(base=config | {"lora": lora or {"rank": 0}}, training=False).config)
 
-    async def generate(self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any) -> TokenOutput:
+    async def generate(
+        self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
+    ) -> TokenOutput:
         from rllm.backends.base import SamplingParams
 
         s = sampling_params
@@ -66,7 +68,9 @@ class EngineServer:
         folder = self.folder / "adapter"
         folder.mkdir(exist_ok=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        (folder / "adapter_config.json").write_text(json.dumps(peft, default=lambda v: sorted(v) if isinstance(v, set) else str(v)))
+        (folder / "adapter_config.json").write_text(
+            json.dumps(peft, default=lambda v: sorted(v) if isinstance(v, set) else str(v))
+        )
         if not self.backend.adapters:
             self.backend.close()
             lora = {"rank": peft["r"], "alpha": peft["lora_alpha"], "adapter_path": str(folder)}

@@ -22,7 +22,11 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 _DEVICE: Any = types.SimpleNamespace(
-    **{name: getattr(torch.cpu, name) for name in ("synchronize", "stream", "Stream", "current_stream") if hasattr(torch.cpu, name)},
+    **{
+        name: getattr(torch.cpu, name)
+        for name in ("synchronize", "stream", "Stream", "current_stream")
+        if hasattr(torch.cpu, name)
+    },
     is_available=lambda: True,
     device_count=lambda: 1,
     current_device=lambda: "cpu",

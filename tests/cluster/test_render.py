@@ -20,7 +20,9 @@ def rendered(*overrides, parameters=0.6e9):
 
 
 def test_lora_settings_go_under_the_names_that_the_fsdp_engine_reads():
-    values = rendered("lora.rank=32", "lora.alpha=64", "lora.target_modules=[q_proj,v_proj]", "lora.exclude_modules=.*5.*").values
+    values = rendered(
+        "lora.rank=32", "lora.alpha=64", "lora.target_modules=[q_proj,v_proj]", "lora.exclude_modules=.*5.*"
+    ).values
     assert values[f"{MODEL}.lora_rank"] == 32
     assert values[f"{MODEL}.lora_alpha"] == 64
     assert values[f"{MODEL}.target_modules"] == ["q_proj", "v_proj"]
@@ -38,7 +40,9 @@ def test_full_fine_tuning_renders_no_adapter():
     assert not any("lora" in key for key in rendered("lora.rank=0").values)
 
 
-@pytest.mark.parametrize(("parameters", "merged"), [(0.6e9, True), (8e9, True), (14e9, False), (math.inf, False), (None, True)])
+@pytest.mark.parametrize(
+    ("parameters", "merged"), [(0.6e9, True), (8e9, True), (14e9, False), (math.inf, False), (None, True)]
+)
 def test_small_dense_models_are_merged_by_default_and_the_reason_is_told(parameters, merged):
     done = rendered(parameters=parameters)
     assert done.values[MERGE] is merged
@@ -60,7 +64,9 @@ def test_dummy_weights_are_refused_in_adapter_mode():
 
 
 def test_verls_own_keys_pass_through_untouched_and_win():
-    found = resolved("trainer.nnodes=2", f"{ROLLOUT}.gpu_memory_utilization=0.8", f"{ROLLOUT}.tensor_model_parallel_size=4")
+    found = resolved(
+        "trainer.nnodes=2", f"{ROLLOUT}.gpu_memory_utilization=0.8", f"{ROLLOUT}.tensor_model_parallel_size=4"
+    )
     assert found.config.verl == {
         "trainer.nnodes": 2,
         f"{ROLLOUT}.gpu_memory_utilization": 0.8,
@@ -123,7 +129,7 @@ def test_without_the_verl_backend_its_keys_are_refused_by_name():
     ],
 )
 def test_what_verl_cannot_do_is_an_error_that_names_the_key(override, told):
-    with pytest.raises(ConfigError, match=".") as caught:
+    with pytest.raises(ConfigError) as caught:  # checked below
         found = resolved(*override.split(" ")) if "{" not in override else resolved(override)
         refuse_impossible(found.config, found.provenance)
     assert told in str(caught.value)

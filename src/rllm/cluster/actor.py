@@ -48,7 +48,10 @@ class FlowActorWorker(ActorRolloutRefWorker):
         if torch.distributed.get_rank() != 0:
             return None
         tensors = {
-            name if name.startswith("base_model.model.") else f"base_model.model.{name}": value.detach().cpu().contiguous().clone()
+            name if name.startswith("base_model.model.") else f"base_model.model.{name}": value.detach()
+            .cpu()
+            .contiguous()
+            .clone()
             for name, value in tensors.items()
         }
         about = peft_model.peft_config["default"].to_dict() | {"base_model_name_or_path": base, "inference_mode": True}

@@ -3,6 +3,7 @@
 Knows pickling; nothing of verl.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import pickle

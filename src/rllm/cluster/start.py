@@ -3,6 +3,7 @@
 Imports verl inside of functions only, after it was checked for.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import difflib
@@ -93,11 +94,11 @@ def compose(rendered: Rendered, more: Mapping[str, Any] | None = None) -> Any:
 
     overrides = rendered.overrides() + [f"{key}={hydra_value(value)}" for key, value in (more or {}).items()]
     folder = Path(next(iter(verl.trainer.__path__))) / "config"
-    with initialize_config_dir(str(folder), version_base=None):
-        try:
+    try:
+        with initialize_config_dir(str(folder), version_base=None):
             return hydra_compose("ppo_trainer", overrides=overrides)
-        except HydraException as error:
-            raise _unknown(error, rendered) or ConfigError(f"verl's config: {error}") from error
+    except HydraException as error:
+        raise _unknown(error, rendered) or ConfigError(f"verl's config: {error}") from error
 
 
 def check_against_verl(rendered: Rendered) -> None:
@@ -119,8 +120,11 @@ def _unknown(error: Exception, rendered: Rendered) -> ConfigError | None:
     from rllm.config.explain import flatten
 
     text = f"{error} {error.__cause__ or ''}"
-    known = [key for key, _ in flatten(OmegaConf.to_container(compose(Rendered()), resolve=False))]
-    missing = [key for key in rendered.values if key.lstrip("+") == key and key not in known and key.rpartition(".")[2] in text]
+    tree: Any = OmegaConf.to_container(compose(Rendered()), resolve=False)
+    known = [key for key, _ in flatten(tree)]
+    missing = [
+        key for key in rendered.values if key.lstrip("+") == key and key not in known and key.rpartition(".")[2] in text
+    ]
     missing = [key for key in missing if not any(name.startswith(f"{key}.") for name in known)]
     if not missing:
         return None
@@ -140,7 +144,9 @@ def _folder(resolved: Resolved[Config]) -> RunFolder:
         return RunFolder.reopen(path, resolved, int(saved.read_text()))
     if trainer.resume == "auto":
         return RunFolder.create(resolved)
-    raise RunError(f"trainer.resume={trainer.resume}: there is no {saved}; name the folder of a run on verl that saved a step")
+    raise RunError(
+        f"trainer.resume={trainer.resume}: there is no {saved}; name the folder of a run on verl that saved a step"
+    )
 
 
 def _run(tree: Any) -> None:

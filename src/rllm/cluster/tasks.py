@@ -47,7 +47,9 @@ class TaskRows(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         task = row_to_task(json.loads(self.lines[index]))
-        said = task.instruction if isinstance(task.instruction, list) else [{"role": "user", "content": task.instruction}]
+        said = (
+            task.instruction if isinstance(task.instruction, list) else [{"role": "user", "content": task.instruction}]
+        )
         return {
             "raw_prompt": said,
             "task": self.lines[index],

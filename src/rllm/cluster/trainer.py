@@ -39,6 +39,8 @@ from rllm.update import datums_of
 # Mean difference of log-probabilities between sampler and trainer that a run goes on with. Two engines compute the same policy, so it
 # is that of the dtype; another policy than the trained one (the base without its adapter) is far above it once it has learned.
 GAP = {"float32": 1e-3, "bfloat16": 5e-2}
+# How often verl looks whether all episodes have ended; its own 2 s are longer than many a step.
+POLL_S = 0.2
 # verl's names of what the local backend has under others.
 _SAME = {
     "actor/loss": "actor/pg_loss",
@@ -55,6 +57,7 @@ class FlowTrainer(PPOTrainerSync):
 
     def __init__(self, config: Any):
         super().__init__(config)
+        self.replay_buffer.poll_interval = POLL_S
         self.job = Job.load(config.rllm.job)
         self.folder = RunFolder(self.job.folder, self.job.config.trainer.log_episodes)
         self.account = Accounting()
@@ -110,14 +113,16 @@ class FlowTrainer(PPOTrainerSync):
     def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
         with marked_timer("gen", timing_raw, color="red"):
             self.on_sample_begin()
-            batch, _ = self.replay_buffer.sample(
-                global_steps=self.global_steps, partition_id="train", batch_size=sample_batch_size
-            )
+            try:
+                batch, _ = self.replay_buffer.sample(
+                    global_steps=self.global_steps, partition_id="train", batch_size=sample_batch_size
+                )
+            except RuntimeError as error:  # verl's words for a batch without any row
+                self._collect()  # tells what failed, where that is why
+                raise RunError(f"step {self.global_steps}: no episode left a row to train ({error})") from error
             batch.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
             self.on_sample_end()
         metrics |= self._collect()
-        if not batch.keys:
-            raise RunError(f"step {self.global_steps}: no episode left a row to train")
         batch = self._balance_batch(batch, metrics=metrics)
         with marked_timer("old_log_prob", timing_raw, color="blue"):
             batch = self._compute_old_log_prob(batch, metrics=metrics)
@@ -166,11 +171,16 @@ class FlowTrainer(PPOTrainerSync):
         """The trainer's log-probabilities, and with them the proof of the publish before: the sampler had the policy that is trained."""
         batch = super()._compute_old_log_prob(batch, metrics=metrics)
         fields = ["old_log_probs", "rollout_log_probs", "response_mask"]
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields).to_padded_tensor()
+        data = tq.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=fields
+        ).to_padded_tensor()
         gaps = (data["old_log_probs"] - data["rollout_log_probs"]).abs()[data["response_mask"].bool()]
         mean, most = (float(gaps.mean()), float(gaps.max())) if gaps.numel() else (0.0, 0.0)
         metrics |= {"publish/gap_mean": mean, "publish/gap_max": most}
-        dtype = str(self.config.actor_rollout_ref.rollout.dtype)
+        merged = (
+            self.config.actor_rollout_ref.model.lora.merge
+        )  # merged weights go to the sampler in bfloat16, whatever is trained
+        dtype = "bfloat16" if merged else str(self.config.actor_rollout_ref.rollout.dtype)
         allowed = self.job.config.trainer.publish_tolerance or GAP.get(dtype, GAP["bfloat16"])
         if not mean <= allowed:
             raise RunError(
@@ -238,7 +248,11 @@ class FlowTrainer(PPOTrainerSync):
         metrics |= {ours: metrics[theirs] for ours, theirs in _SAME.items() if theirs in metrics}
         metrics["policy_version"] = float(global_steps)
         self.completed = global_steps
-        line = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float)) or hasattr(value, "item")}
+        line = {
+            name: float(value)
+            for name, value in metrics.items()
+            if isinstance(value, (int, float)) or hasattr(value, "item")
+        }
         self.folder.write_metrics(line | {"step": float(global_steps), "seconds": time.monotonic() - self.started})
 
     def _validate(self) -> dict[str, float]:
@@ -262,7 +276,9 @@ class FlowTrainer(PPOTrainerSync):
         shutil.rmtree(part, ignore_errors=True)
         written = next(w for w in self.actor_rollout_wg.export_adapter(str(part), self.job.config.model.path) if w)
         if not (written["same"] and written["finite"] and written["tensors"]):
-            raise ModelError(f"adapter not saved in {path}: {written['tensors']} tensors, read back the same: {written['same']}, finite: {written['finite']}")
+            raise ModelError(
+                f"adapter not saved in {path}: {written['tensors']} tensors, read back the same: {written['same']}, finite: {written['finite']}"
+            )
         shutil.rmtree(path, ignore_errors=True)
         part.rename(path)
         return path

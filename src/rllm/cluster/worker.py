@@ -53,7 +53,14 @@ class FlowWorker(_Worker):
         self.episodes: list[Episode] = []
 
     async def _run_agent_loop(
-        self, sampling_params: dict[str, Any], trajectory: dict[str, Any], *, task: str, session_id: int, uid: str, **row: Any
+        self,
+        sampling_params: dict[str, Any],
+        trajectory: dict[str, Any],
+        *,
+        task: str,
+        session_id: int,
+        uid: str,
+        **row: Any,
     ) -> None:
         """One training episode. Never raises for a fault of the flow: a failed episode is kept for the accounts and has no rows."""
         step = int(row["global_steps"])
@@ -106,7 +113,9 @@ class FlowWorker(_Worker):
             steps = {"global_steps": step, "min_global_steps": least, "max_global_steps": most}
             tags.append({"status": "success"} | lengths | steps)
         keys = [f"{uid}_{row.key}" for row in rows]
-        await tq.async_kv_batch_put(keys=keys, fields=list_of_dict_to_tensordict(fields), tags=tags, partition_id="train")
+        await tq.async_kv_batch_put(
+            keys=keys, fields=list_of_dict_to_tensordict(fields), tags=tags, partition_id="train"
+        )
 
 
 def _end_ids(model: Any, tokenizer: Any) -> set[int]:
@@ -139,5 +148,7 @@ class FlowManager(AgentLoopManagerTQ):
         asked = [(task, k) for task in tasks for k in range(n)]
         several = len(self.agent_loop_workers)
         shares = [asked[i::several] for i in range(several)]
-        done = ray.get([w.validate.remote(share, step) for w, share in zip(self.agent_loop_workers, shares, strict=True)])
+        done = ray.get(
+            [w.validate.remote(share, step) for w, share in zip(self.agent_loop_workers, shares, strict=True)]
+        )
         return [done[i % several][i // several] for i in range(len(asked))]

@@ -13,7 +13,12 @@ from rllm.errors import ConfigError
 VERSION = "0.9.1"
 _INSTALL = "pip install 'rllm[verl]'"
 # Modules that verl's v1 trainer imports and that verl itself does not always bring.
-_NEEDED = {"ray": "ray[default]", "tensordict": "tensordict", "transfer_queue": "TransferQueue", "torchdata": "torchdata"}
+_NEEDED = {
+    "ray": "ray[default]",
+    "tensordict": "tensordict",
+    "transfer_queue": "TransferQueue",
+    "torchdata": "torchdata",
+}
 
 
 def require_verl(engine: str = "vllm") -> None:

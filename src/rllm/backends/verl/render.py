@@ -93,7 +93,9 @@ def refuse(config: Config, provenance: Mapping[str, str] | None = None) -> None:
         if own.loss is not None:
             raise no(f"algorithm.per_role.{role}.loss", own.loss, "all roles share one loss there")
     if config.algorithm.kl_beta and config.algorithm.reference == "initial_adapter" and config.lora.adapter_path:
-        raise no("algorithm.reference", "initial_adapter", "its reference is the bare base; set algorithm.reference=base")
+        raise no(
+            "algorithm.reference", "initial_adapter", "its reference is the bare base; set algorithm.reference=base"
+        )
     for key in config.verl:
         name = key.lstrip("+~")
         if name in _OURS:
@@ -105,7 +107,13 @@ def render(config: Config, model: str, steps: int, folder: str, parameters: floa
     model, as far as they are known. What the user set in verl's own words comes last, so it wins."""
     refuse(config)
     done = Rendered()
-    for part in (_model(config, model), _data(config), _rollout(config), _actor(config), _trainer(config, steps, folder)):
+    for part in (
+        _model(config, model),
+        _data(config),
+        _rollout(config),
+        _actor(config),
+        _trainer(config, steps, folder),
+    ):
         done.values |= part
     if config.lora.trains_adapters:
         done.values |= _lora(config.lora)
@@ -120,7 +128,9 @@ def _model(config: Config, model: str) -> dict[str, Any]:
     # FSDP holds what it trains in fp32 and computes in `dtype`. In bfloat16 the adapters' Adam steps would be rounded away.
     values |= {f"{ACTOR}.fsdp_config.dtype": dtype, f"{ACTOR}.fsdp_config.model_dtype": "fp32"}
     if dtype == "float32":  # dtype alone leaves FSDP's own mixed precision at bfloat16
-        values[f"+{ACTOR}.fsdp_config.mixed_precision"] = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
+        values[f"+{ACTOR}.fsdp_config.mixed_precision"] = dict.fromkeys(
+            ("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32"
+        )
     return values | {f"{ACTOR}.strategy": "fsdp2", f"{MODEL}.use_remove_padding": True}
 
 
@@ -144,13 +154,17 @@ def _choose_merge(config: Config, parameters: float | None, done: Rendered) -> N
     done.values[MERGE] = merge
     if merge:
         why = f"one copy of the weights per step ({size}) costs less than LoRA kernels on every sampled token"
-        done.notes.append(f"verl: {MERGE}=true" + ("" if given is not None else f": {why}; {MERGE}=false sends the adapter"))
+        done.notes.append(
+            f"verl: {MERGE}=true" + ("" if given is not None else f": {why}; {MERGE}=false sends the adapter")
+        )
         return
     # The base must be vLLM's own from the start: with dummy weights every first update carries all of it, and layered_summon fails.
     done.values |= {LOAD_FORMAT: "safetensors", f"{ROLLOUT}.layered_summon": True, f"{ROLLOUT}.enforce_eager": False}
     rounded = next(rank for rank in VLLM_RANKS if rank >= config.lora.rank)
     why = "" if given is not None else f" (a full copy of {size} in every step would cost more)"
-    done.notes.append(f"verl: {MERGE}=false{why}: adapters go to vLLM, which reserves rank {rounded} for rank {config.lora.rank}")
+    done.notes.append(
+        f"verl: {MERGE}=false{why}: adapters go to vLLM, which reserves rank {rounded} for rank {config.lora.rank}"
+    )
     if given is not None and config.verl.get(LOAD_FORMAT, "safetensors") != "safetensors":
         raise ConfigError(
             f"{LOAD_FORMAT}={config.verl[LOAD_FORMAT]} with {MERGE}=false: vLLM must load the base itself; set it to safetensors, or "
@@ -216,7 +230,9 @@ def _actor(config: Config) -> dict[str, Any]:
         f"{ACTOR}.kl_loss_type": _KL[a.kl_estimator],
         f"{ACTOR}.entropy_coeff": a.entropy_coeff,
         f"{ACTOR}.ppo_epochs": a.ppo_epochs,
-        f"{ACTOR}.ppo_mini_batch_size": min(a.mini_batch_size or config.data.train_batch_size, config.data.train_batch_size),
+        f"{ACTOR}.ppo_mini_batch_size": min(
+            a.mini_batch_size or config.data.train_batch_size, config.data.train_batch_size
+        ),
         f"{ACTOR}.use_dynamic_bsz": True,
         f"{ACTOR}.ppo_max_token_len_per_gpu": max(16384, longest),
     }
@@ -248,6 +264,15 @@ def _trainer(config: Config, steps: int, folder: str) -> dict[str, Any]:
         "trainer.n_gpus_per_node": 1,
         "trainer.nnodes": 1,
     }
+
+
+def preview(config: Config) -> str:
+    """What verl would be given, for people to read: nothing is loaded, so the steps and the folder of the run are still open."""
+    model = config.model.path
+    done = render(
+        config, model, config.trainer.total_steps or 0, f"{config.trainer.run_dir}/RUN", parameters_of(Path(model))
+    )
+    return "\n".join(["", "# for verl 0.9.1", *(f"# {note}" for note in done.notes), *done.overrides()])
 
 
 def hydra_value(value: Any) -> str:
