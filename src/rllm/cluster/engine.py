@@ -61,8 +61,9 @@ class ClientBackend:
             raise RuntimeError(
                 f"the rollout server gave {len(ids)} tokens and {'no' if logprobs is None else len(logprobs)} log-probabilities"
             )
-        for token, logprob in zip(ids, logprobs, strict=True) if on_token is not None else ():
-            on_token(token, logprob)
+        if on_token is not None:
+            for token, logprob in zip(ids, logprobs, strict=True):
+                on_token(token, logprob)
         # The servers say "completed" of both ends; one that used up its tokens and ended in no stop token was cut.
         ended = bool(ids) and ids[-1] in (self.end_ids | set(params.stop_token_ids))
         version = output.extra_fields.get("global_steps")

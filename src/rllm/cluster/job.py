@@ -66,5 +66,6 @@ def _module_of(thing: Any) -> Any:
     """The module of `thing` where it is one of the user's own files, and not an installed package or the script itself."""
     module = sys.modules.get(getattr(thing, "__module__", None) or "")
     file = getattr(module, "__file__", None)
-    own = file is not None and "site-packages" not in file and not module.__name__.startswith("rllm.")
-    return module if own and module.__name__ != "__main__" else None
+    if module is None or file is None or module.__name__ == "__main__":
+        return None
+    return None if "site-packages" in file or module.__name__.startswith("rllm.") else module
