@@ -2,10 +2,14 @@
 
 import importlib.util
 import math
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
+from omegaconf import OmegaConf
 
 from rllm.backends.verl import install
 from rllm.backends.verl.render import MODEL, ROLLOUT, render
@@ -59,8 +63,6 @@ def test_a_missing_rollout_engine_is_named(monkeypatch):
     ],
 )
 def test_verl_composes_resolves_and_accepts_it(overrides):
-    from omegaconf import OmegaConf
-
     from rllm.cluster.start import check_against_verl, compose
 
     done = rendered(*overrides, f"{ROLLOUT}.name=rllm_engine")  # of vLLM it asks the version
@@ -83,6 +85,22 @@ def test_a_key_that_verl_lacks_is_told_with_the_nearest():
         compose(rendered(f"{ROLLOUT}.gpu_memory_utilisation=0.5"))
     tree = compose(rendered(f"verl.+{MODEL}.lora.fully_sharded_loras=true"))
     assert tree.actor_rollout_ref.model.lora.fully_sharded_loras is True
+
+
+@needs_verl
+def test_a_complete_verl_script_reaches_verl_key_by_key():
+    from rllm.cluster.start import compose
+
+    script = (Path(__file__).parents[2] / "examples" / "solver_judge" / "train_solver_judge_verl.sh").read_text()
+    given = dict(re.findall(r"^    ((?:actor_rollout_ref|data|trainer)[\w.]+)=(\S+) \\$", script, re.M))
+    tree = compose(rendered(*(f"{key}={value}" for key, value in given.items() if "$" not in value)))
+    assert len(given) > 30
+    for key, value in given.items():
+        found = OmegaConf.select(tree, key)
+        # The script's variable; a weight that is 0 where the KL is off; the steps, which `render` is given.
+        if key.endswith((".path", "kl_loss_coef", "total_epochs", "total_training_steps")):
+            continue
+        assert found == yaml.safe_load(value) or float(found) == float(value), key
 
 
 @needs_verl

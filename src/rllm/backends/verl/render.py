@@ -197,6 +197,7 @@ def _rollout(config: Config) -> dict[str, Any]:
         f"{ROLLOUT}.tensor_model_parallel_size": 1,
         f"{ROLLOUT}.calculate_log_probs": True,
         f"{ROLLOUT}.val_kwargs.n": r.n_val,
+        f"{ROLLOUT}.val_kwargs.temperature": r.temperature if r.val_temperature is None else r.val_temperature,
         f"{ROLLOUT}.seed": config.trainer.seed,
     }
     return values
