@@ -7,7 +7,7 @@ BIN := .venv/bin
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 ARGS ?=
 
-.PHONY: train test test-all lint format setup clean
+.PHONY: train test test-all test-verl lint format setup clean
 
 train: .venv/.ready
 	$(BIN)/rllm train examples/solver_judge/solver_judge_flow.py $(ARGS)
@@ -17,6 +17,15 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest -m "not gpu"
+
+# With verl 0.9.1 in VERL_SITE, a folder made on Linux without a GPU by
+#   pip install --target DIR --no-deps verl==0.9.1 TransferQueue==0.1.11 torchdata pyzmq msgspec
+#   pip install --target DIR -c constraints.txt 'ray[default]' 'tensordict<0.16' hydra-core datasets accelerate codetiming dill pandas \
+#       pyarrow pybind11 pylatexenc orjson cachetools
+# It comes last on the path, so that everything that is in .venv is used from there.
+test-verl: .venv/.ready-dev
+	@test -d "$(VERL_SITE)" || { echo "make: say VERL_SITE=DIR, a folder with verl 0.9.1 (see the Makefile)"; exit 2; }
+	PYTHONPATH=src:tests/cluster:$(VERL_SITE) $(BIN)/python -m pytest tests/cluster
 
 lint: .venv/.ready-dev
 	$(BIN)/ruff check .

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rllm import checkpoint
-from rllm.algorithms.datums import build_datums, check_role_names
+from rllm.algorithms.datums import check_role_names
 from rllm.algorithms.distillation import TokenAdvantages
 from rllm.algorithms.grouping import Accounting
 from rllm.algorithms.metrics import validation_metrics
@@ -32,7 +32,7 @@ from rllm.rollouts.batch import Rollouts, refuse_running_loop, stable_seed
 from rllm.tracking.run_folder import RunFolder
 from rllm.tracking.trackers import make_trackers
 from rllm.types import Task
-from rllm.update import PolicyUpdate
+from rllm.update import PolicyUpdate, datums_of
 
 # Where the class of each backend is: what a run does not use is not imported.
 BACKENDS = {
@@ -88,6 +88,11 @@ class AgentTrainer:
             )
         total = total_steps(self.train_dataset, self.config)
         check_early_stop(self.config, self.val_dataset, total)
+        if self.config.backend == "verl" and self._given_backend is None:  # verl owns the loop
+            from rllm.cluster.start import Parts, train_on_verl
+
+            parts = Parts(self.flow, self.workflow_class, self.workflow_args, self.evaluator)
+            return train_on_verl(self.resolved, parts, self.train_dataset, self.val_dataset, total)
         started = time.monotonic()
         resumed = checkpoint.resumed(self.config, self.train_dataset, total)
         folder = RunFolder.create(self.resolved) if resumed is None else None
@@ -241,19 +246,9 @@ class _Run:
 
     def _learn(self, found: Collected, taught: TokenAdvantages | None) -> dict[str, float]:
         """The update from what was collected, published and counted."""
-        a, account = self.trainer.config.algorithm, found.account
+        config, account = self.trainer.config, found.account
         groups, metrics = self.update.with_kl_in_reward(found, self.step)
-        data = build_datums(
-            groups,
-            account,
-            estimator=a.adv_estimator,
-            std=a.grpo_std,
-            zero_std=a.zero_std,
-            stepwise=a.stepwise,
-            gamma=a.gamma,
-            per_role={role: own.adv_estimator for role, own in a.per_role.items() if own.adv_estimator},
-            token_advantages=taught,
-        )
+        data = datums_of(groups, account, config, taught)
         metrics |= self.update.run(data, found, account, self.step)
         if metrics["train/optimizer_steps"]:
             metrics |= self._publish()
@@ -373,6 +368,10 @@ class _Run:
 def create_backend(config: Config) -> Backend:
     """The backend that ``config.backend`` names, with its model loaded."""
     refuse_impossible(config, training=False)
+    if config.backend == "verl":
+        raise ConfigError(
+            "backend=verl: verl trains and has nothing else to offer; use backend=local for everything but training"
+        )
     module, name = BACKENDS[config.backend]
     return getattr(importlib.import_module(module), name).create(config)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from rllm.algorithms.correction import correct, kl_in_reward
 from rllm.algorithms.datums import build_datums
+from rllm.algorithms.distillation import TokenAdvantages
 from rllm.algorithms.filters import without_signal
 from rllm.algorithms.grouping import Accounting
 from rllm.algorithms.schedules import rate_factor, warmup_length
@@ -188,6 +189,24 @@ class PolicyUpdate:
             return metrics | self.backend.optim_step(params)
         self.backend.discard_gradients()
         return metrics | {"grad_norm": math.nan}
+
+
+def datums_of(
+    groups: Sequence[TrajectoryGroup], account: Accounting, config: Config, taught: TokenAdvantages | None = None
+) -> list[Datum]:
+    """`build_datums` as the config says; `taught` are advantages of a teacher."""
+    a = config.algorithm
+    return build_datums(
+        groups,
+        account,
+        estimator=a.adv_estimator,
+        std=a.grpo_std,
+        zero_std=a.zero_std,
+        stepwise=a.stepwise,
+        gamma=a.gamma,
+        per_role={role: own.adv_estimator for role, own in a.per_role.items() if own.adv_estimator},
+        token_advantages=taught,
+    )
 
 
 def adam_params(config: Config, step: int, total: int) -> AdamParams:

@@ -267,6 +267,21 @@ CAPABILITIES: dict[str, Capabilities] = {
         quantization=frozenset({"none"}),
         teachers=frozenset({"endpoint"}),
     ),
+    # verl 0.9.1 with FSDP and vLLM, whose max_lora_rank ends at 512. What it cannot do besides: `rllm.backends.verl.render.refuse`.
+    "verl": Capabilities(
+        full_finetuning=True,
+        adapter_per_role=False,
+        max_lora_rank=512,
+        top_p_in_training=False,
+        temperature_in_training=True,
+        entropy_bonus=True,
+        losses=frozenset({"ppo_clip", "gspo", "cispo"}),
+        lora_options=frozenset({"target_modules", "exclude_modules", "adapter_path"}),
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({"float32", "bfloat16"}),
+        quantization=frozenset({"none"}),
+        teachers=frozenset(),
+    ),
 }
 
 
@@ -299,7 +314,8 @@ def refuse_impossible(config: Config, provenance: Mapping[str, str] | None = Non
             kind, key = ("model", "distill.teacher") if config.distill.local else ("endpoint", "distill.base_url")
             choices.append((key, kind, can.teachers))
     for key, value, allowed in choices:
-        _require(value in allowed, config, provenance, key, value, f"it can do {', '.join(sorted(allowed))}")
+        instead = f"it can do {', '.join(sorted(allowed))}" if allowed else "leave it out"
+        _require(value in allowed, config, provenance, key, value, instead)
     _refuse_lora_options(config, can, provenance)
     _require(
         can.full_finetuning or bool(adapters),
@@ -343,6 +359,12 @@ def refuse_impossible(config: Config, provenance: Mapping[str, str] | None = Non
         f"{config.rollout.top_p:g}",
         "the log-probabilities trained on would not be those sampled from; set rollout.top_p=1",
     )
+    if config.backend == "verl" and training:
+        from rllm.backends.verl.render import refuse
+
+        refuse(config, provenance)
+    elif config.verl:
+        _require(False, config, provenance, "verl", ", ".join(config.verl), "these keys are verl's: add backend=verl")
 
 
 def _refuse_lora_options(config: Config, can: Capabilities, provenance: Mapping[str, str] | None) -> None:

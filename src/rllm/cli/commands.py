@@ -93,6 +93,10 @@ def train(
     refuse_impossible(resolved.config, resolved.provenance)
     if show:
         typer.echo(show_config(resolved))
+        if resolved.config.backend == "verl":
+            from rllm.backends.verl.render import preview
+
+            typer.echo(preview(resolved.config))
         return
     from rllm.trainer import AgentTrainer
 

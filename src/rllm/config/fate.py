@@ -195,6 +195,19 @@ def fate(key: str) -> Fate | None:
     return next((Fate(reason=_NO_EFFECT[name]) for name in (key, *_prefixes(key)) if name in _NO_EFFECT), None)
 
 
+# Sections of verl's tree of which every key is verl's; in the others (data, trainer, algorithm) only those of its own tables are.
+_VERL_ONLY = ("actor_rollout_ref.", "critic.", "reward.", "ray_kwargs.", "transfer_queue.", "global_profiler.")
+_VERL_SHARED = ("data.", "trainer.", "algorithm.", "model_engine")
+
+
+def passes_to_verl(key: str) -> bool:
+    """Whether a key, which is no field here, is one that ``backend=verl`` passes on to verl untouched."""
+    theirs = fate(key)
+    if theirs is not None and theirs.fields:
+        return False
+    return key.startswith(_VERL_ONLY) or (theirs is not None and key.startswith(_VERL_SHARED))
+
+
 def foreign_keys() -> list[str]:
     """Every key of another tool that has an entry of its own (those of a group are not listed)."""
     return [*ALIASES, *SPREAD, *ONLY, *TREE_ONLY, *(key for key in _NO_EFFECT if not key.endswith("."))]

@@ -26,7 +26,7 @@ from rllm.config.explain import (
     to_yaml,
     unknown_key,
 )
-from rllm.config.fate import fate, is_foreign_section, settle
+from rllm.config.fate import fate, is_foreign_section, passes_to_verl, settle
 from rllm.config.schema import Config
 from rllm.config.sources import BASE, interpolated, read_entries
 from rllm.errors import ConfigError
@@ -78,11 +78,17 @@ def load_model(
     known = dict(leaves(kind))
     mapping = base.config if isinstance(base, Resolved) else base
     entries = interpolated(read_entries(files, overrides, mapping, defaults), known)
+    for_verl = aliases and next((e.value for e in reversed(entries) if e.key == "backend"), None) == "verl"
+    passed: dict[str, Any] = {}
     notes = list(base.notes) if isinstance(base, Resolved) else []
     given: dict[str, Entry] = {}
     ignored: list[Entry] = []
     as_given = {(entry.source, entry.key): entry.value for entry in entries}
     for entry in settle(entries) if aliases else entries:
+        if for_verl and entry.key not in known and passes_to_verl(entry.key):
+            passed[entry.key] = entry.value
+            given["verl"] = replace(entry, key="verl", value=(given["verl"].value if "verl" in given else {}) | passed)
+            continue
         for name in _fields_of(entry, known, aliases, ignored):
             value = _value_for(name, entry, known[name].annotation)
             earlier = given.get(name)

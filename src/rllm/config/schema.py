@@ -6,6 +6,7 @@ Knows nothing about files, the command line or other tools' spellings: see `load
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -336,6 +337,26 @@ class Config(Section):
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
     tinker: TinkerConfig = Field(default_factory=TinkerConfig)
-    backend: Literal["local", "tinker"] = Field(
-        default="local", description="What holds the weights: local (this process) | tinker (a server of Tinker's API)"
+    backend: Literal["local", "tinker", "verl"] = Field(
+        default="local",
+        description="What holds the weights: local (this process) | tinker (a server of Tinker's API) | verl (verl 0.9.1 on Ray: one machine or many)",
     )
+    verl: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Keys of verl's own config that have no name here, e.g. {trainer.nnodes: 2}; only with backend=verl, which passes "
+        "them on as they are",
+    )
+
+    @field_validator("verl")
+    @classmethod
+    def _flat_keys(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Nested sections as dotted keys, which is how verl's tree is overridden."""
+        return {key: item for name, inner in value.items() for key, item in _dotted(name, inner)}
+
+
+def _dotted(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict) or not value:
+        yield name, value
+        return
+    for key, item in value.items():
+        yield from _dotted(f"{name}.{key}", item)

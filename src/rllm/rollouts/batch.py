@@ -108,16 +108,21 @@ class Rollouts:
         known = known or {}
         ran = iter(self.runner.run([request for request in requests if request.uid not in known], on_episode))
         episodes = [known[request.uid] if request.uid in known else next(ran) for request in requests]
-        failed = [episode for episode in episodes if episode.failed]
-        _keep_once(failed)
-        if failed and len(failed) > self.config.rollout.max_failed_fraction * len(episodes):
-            raise RunError(
-                f"{len(failed)} of {len(episodes)} episodes failed, more than rollout.max_failed_fraction="
-                f"{self.config.rollout.max_failed_fraction}. The first failure (episode {failed[0].id}, "
-                f"{failed[0].termination_reason.value if failed[0].termination_reason else 'unknown'}):\n"
-                f"{failed[0].error or ''}"
-            )
+        check_failures(episodes, self.config.rollout.max_failed_fraction)
         return episodes
+
+
+def check_failures(episodes: Sequence[Episode], most: float) -> None:
+    """Raise a `RunError` with the first traceback where more than the share `most` of `episodes` failed."""
+    failed = [episode for episode in episodes if episode.failed]
+    _keep_once(failed)
+    if failed and len(failed) > most * len(episodes):
+        raise RunError(
+            f"{len(failed)} of {len(episodes)} episodes failed, more than rollout.max_failed_fraction="
+            f"{most}. The first failure (episode {failed[0].id}, "
+            f"{failed[0].termination_reason.value if failed[0].termination_reason else 'unknown'}):\n"
+            f"{failed[0].error or ''}"
+        )
 
 
 def _keep_once(failed: Sequence[Episode]) -> None:

@@ -1,0 +1,170 @@
+"""Our config as overrides of verl's, and what is refused before anything starts."""
+
+import json
+import math
+
+import pytest
+
+from rllm.backends.base import refuse_impossible
+from rllm.backends.verl.render import LOAD_FORMAT, MERGE, MODEL, ROLLOUT, hydra_value, parameters_of, render
+from rllm.config.load import load_config
+from rllm.errors import ConfigError
+
+
+def resolved(*overrides):
+    return load_config(overrides=["backend=verl", *overrides])
+
+
+def rendered(*overrides, parameters=0.6e9):
+    return render(resolved(*overrides).config, "/models/m", 7, "/runs/r", parameters)
+
+
+def test_lora_settings_go_under_the_names_that_the_fsdp_engine_reads():
+    values = rendered(
+        "lora.rank=32", "lora.alpha=64", "lora.target_modules=[q_proj,v_proj]", "lora.exclude_modules=.*5.*"
+    ).values
+    assert values[f"{MODEL}.lora_rank"] == 32
+    assert values[f"{MODEL}.lora_alpha"] == 64
+    assert values[f"{MODEL}.target_modules"] == ["q_proj", "v_proj"]
+    assert values[f"{MODEL}.exclude_modules"] == ".*5.*"
+    assert f"{MODEL}.lora.rank" not in values
+
+
+def test_an_initial_adapter_is_given_together_with_its_rank(tmp_path):
+    values = rendered(f"lora.adapter_path={tmp_path}").values
+    assert values[f"{MODEL}.lora_adapter_path"] == str(tmp_path)
+    assert values[f"{MODEL}.lora_rank"] == 8
+
+
+def test_full_fine_tuning_renders_no_adapter():
+    assert not any("lora" in key for key in rendered("lora.rank=0").values)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "merged"), [(0.6e9, True), (8e9, True), (14e9, False), (math.inf, False), (None, True)]
+)
+def test_small_dense_models_are_merged_by_default_and_the_reason_is_told(parameters, merged):
+    done = rendered(parameters=parameters)
+    assert done.values[MERGE] is merged
+    assert len(done.notes) == 1 and f"{MERGE}={'true' if merged else 'false'}" in done.notes[0]
+
+
+def test_adapter_mode_sets_what_it_needs_and_tells_the_rank_that_vllm_reserves():
+    done = rendered(f"{MERGE}=false", "lora.rank=24")
+    assert done.values[MERGE] is False
+    assert done.values[LOAD_FORMAT] == "safetensors"
+    assert done.values[f"{ROLLOUT}.layered_summon"] is True
+    assert done.values[f"{ROLLOUT}.enforce_eager"] is False
+    assert "reserves rank 32 for rank 24" in done.notes[0]
+
+
+def test_dummy_weights_are_refused_in_adapter_mode():
+    with pytest.raises(ConfigError, match="vLLM must load the base itself"):
+        rendered(f"{MERGE}=false", f"{LOAD_FORMAT}=dummy")
+
+
+def test_verls_own_keys_pass_through_untouched_and_win():
+    found = resolved(
+        "trainer.nnodes=2", f"{ROLLOUT}.gpu_memory_utilization=0.8", f"{ROLLOUT}.tensor_model_parallel_size=4"
+    )
+    assert found.config.verl == {
+        "trainer.nnodes": 2,
+        f"{ROLLOUT}.gpu_memory_utilization": 0.8,
+        f"{ROLLOUT}.tensor_model_parallel_size": 4,
+    }
+    assert not any("no effect" in note for note in found.notes)
+    values = render(found.config, "/m", 7, "/r").values
+    assert (values["trainer.nnodes"], values[f"{ROLLOUT}.tensor_model_parallel_size"]) == (2, 4)
+
+
+def test_a_config_file_may_nest_verls_keys_under_verl(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("backend: verl\nverl: {trainer: {nnodes: 3}}\n")
+    assert load_config([file]).config.verl == {"trainer.nnodes": 3}
+
+
+def test_keys_with_a_name_of_ours_reach_verl_through_it():
+    found = resolved("actor_rollout_ref.actor.optim.lr=3e-5", f"{ROLLOUT}.n=6")
+    assert found.config.verl == {}
+    values = render(found.config, "/m", 7, "/r").values
+    assert (values["actor_rollout_ref.actor.optim.lr"], values[f"{ROLLOUT}.n"]) == (3e-5, 6)
+
+
+def test_megatrons_spelling_of_the_rank_reaches_fsdp_under_its_own():
+    values = rendered(f"{MODEL}.lora.rank=4").values
+    assert values[f"{MODEL}.lora_rank"] == 4
+    assert f"{MODEL}.lora.rank" not in values
+
+
+def test_a_misspelt_key_of_ours_is_still_an_error():
+    with pytest.raises(ConfigError, match=r"trainer\.total_steps"):
+        resolved("trainer.total_stepz=3")
+
+
+def test_without_the_verl_backend_its_keys_are_refused_by_name():
+    found = load_config(overrides=["verl.trainer.nnodes=2"])
+    with pytest.raises(ConfigError, match="add backend=verl"):
+        refuse_impossible(found.config, found.provenance)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("lora.rank=513", "ranks go up to 512"),
+        ("lora.alpha=7.5", "whole numbers"),
+        ("lora.rank_pattern={q_proj: 4}", "lora.rank_pattern"),
+        ("lora.dropout=0.1", "lora.dropout"),
+        ("lora.per_role={solver: {}, judge: {}}", "one adapter"),
+        ("optim.schedule=linear", "constant and cosine"),
+        ("algorithm.loss=dro", "cispo, gspo, ppo_clip"),
+        ("algorithm.kl_in_reward=0.01", "algorithm.kl_beta"),
+        ("algorithm.rejection_sampling.enable=true", "as it is sampled"),
+        ("algorithm.rollout_correction.level=token", "rollout correction"),
+        ("algorithm.old_logprobs=sampler", "proof of each publish"),
+        ("algorithm.per_role={judge: {loss: gspo}}", "share one loss"),
+        ("trainer.early_stop.metric=val/x/y trainer.test_freq=1", "last step"),
+        ("model.device=cpu", "it can do auto, cuda"),
+        ("trainer.v1.trainer_mode=colocate_async", "sync"),
+        (f"{ROLLOUT}.calculate_log_probs=false", "proof of each publish"),
+    ],
+)
+def test_what_verl_cannot_do_is_an_error_that_names_the_key(override, told):
+    with pytest.raises(ConfigError) as caught:  # checked below
+        found = resolved(*override.split(" ")) if "{" not in override else resolved(override)
+        refuse_impossible(found.config, found.provenance)
+    assert told in str(caught.value)
+    assert override.partition("=")[0].split(".")[-1] in str(caught.value)
+
+
+def test_the_size_of_a_model_is_read_from_its_config(tmp_path):
+    about = {
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "intermediate_size": 3072,
+        "vocab_size": 151936,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    assert parameters_of(tmp_path) == pytest.approx(596e6, rel=0.01)  # Qwen3-0.6B
+    (tmp_path / "config.json").write_text(json.dumps(about | {"num_experts": 64}))
+    assert parameters_of(tmp_path) == math.inf
+    assert parameters_of(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "null"),
+        (True, "true"),
+        (1e-5, "1e-05"),
+        ([1, "a"], "[1,'a']"),
+        ({"eps": 1e-8}, "{eps:1e-08}"),
+        ("it's", r"'it\'s'"),
+        (r"a\.b", r"'a\.b'"),
+    ],
+)
+def test_values_in_hydras_grammar(value, text):
+    assert hydra_value(value) == text
