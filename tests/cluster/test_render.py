@@ -36,6 +36,18 @@ def test_an_initial_adapter_is_given_together_with_its_rank(tmp_path):
     assert values[f"{MODEL}.lora_rank"] == 8
 
 
+def test_without_flash_attention_the_slower_way_is_taken_and_told_unless_the_user_says_how():
+    attention = f"{MODEL}.override_config.attn_implementation"
+    config = resolved().config
+    with_it = render(config, "/m", 7, "/r", 1e9)
+    assert with_it.values[f"{MODEL}.use_remove_padding"] is True and f"+{attention}" not in with_it.values
+    without = render(config, "/m", 7, "/r", 1e9, flash_attention=False)
+    assert without.values[f"{MODEL}.use_remove_padding"] is False and without.values[f"+{attention}"] == "sdpa"
+    assert any("FlashAttention is not installed" in note for note in without.notes)
+    own = resolved(f"verl.+{attention}=eager").config
+    assert render(own, "/m", 7, "/r", 1e9, flash_attention=False).values[f"+{attention}"] == "eager"
+
+
 def test_full_fine_tuning_renders_no_adapter():
     assert not any("lora" in key for key in rendered("lora.rank=0").values)
 

@@ -7,6 +7,7 @@ Imports verl inside of functions only, after it was checked for.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -60,11 +61,12 @@ def train_on_verl(
             "batch that is not full: lower the batch size, or give more tasks"
         )
     model = resolve_model(config.model.path)
-    rendered = render(config, str(model), steps, "run", parameters_of(model))
+    facts = {"parameters": parameters_of(model), "flash_attention": importlib.util.find_spec("flash_attn") is not None}
+    rendered = render(config, str(model), steps, "run", **facts)
     check_against_verl(rendered)  # before there is a folder
     folder = _folder(resolved)
     resolved.notes += [note for note in rendered.notes if note not in resolved.notes]
-    rendered = render(config, str(model), steps, str(folder.path.resolve()), parameters_of(model))
+    rendered = render(config, str(model), steps, str(folder.path.resolve()), **facts)
     job = Job(config, folder.path.resolve(), parts.flow, parts.workflow_class, parts.workflow_args, parts.evaluator)
     tree = compose(rendered, _own_keys(job, tasks, list(val or ())))
     for note in resolved.notes:

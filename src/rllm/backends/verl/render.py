@@ -16,6 +16,7 @@ from rllm.config.schema import Config, LoraSettings
 from rllm.errors import ConfigError
 
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+REMOVE_PADDING, ATTENTION = f"{MODEL}.use_remove_padding", f"{MODEL}.override_config.attn_implementation"
 MERGE, LOAD_FORMAT = f"{MODEL}.lora.merge", f"{ROLLOUT}.load_format"
 # Up to here a whole copy of the weights in every step costs less than LoRA's own matrices on every sampled token.
 MERGE_UP_TO = 8e9
@@ -102,9 +103,16 @@ def refuse(config: Config, provenance: Mapping[str, str] | None = None) -> None:
             raise ConfigError(f"{key}={json.dumps(config.verl[key])}: not with rllm; {_OURS[name]}. Leave it out")
 
 
-def render(config: Config, model: str, steps: int, folder: str, parameters: float | None = None) -> Rendered:
+def render(
+    config: Config,
+    model: str,
+    steps: int,
+    folder: str,
+    parameters: float | None = None,
+    flash_attention: bool = True,
+) -> Rendered:
     """Overrides for verl's ``main_ppo``. `model`: folder or hub id; `steps`: of the whole run; `folder`: of the run; `parameters`: of the
-    model, as far as they are known. What the user set in verl's own words comes last, so it wins."""
+    model, as far as they are known; `flash_attention`: whether it is installed where the run starts. What the user set in verl's own words comes last, so it wins."""
     refuse(config)
     done = Rendered()
     for part in (
@@ -118,6 +126,12 @@ def render(config: Config, model: str, steps: int, folder: str, parameters: floa
     if config.lora.trains_adapters:
         done.values |= _lora(config.lora)
         _choose_merge(config, parameters, done)
+    if not flash_attention and not {REMOVE_PADDING, ATTENTION, f"+{ATTENTION}"}.intersection(config.verl):
+        # verl asks transformers for it by name, and rows without padding between them need it.
+        done.values |= {f"+{ATTENTION}": "sdpa", REMOVE_PADDING: False}
+        done.notes.append(
+            f"verl: FlashAttention is not installed here, so {ATTENTION}=sdpa and {REMOVE_PADDING}=false, which is slower"
+        )
     done.values |= config.verl
     return done
 
@@ -131,7 +145,7 @@ def _model(config: Config, model: str) -> dict[str, Any]:
         values[f"+{ACTOR}.fsdp_config.mixed_precision"] = dict.fromkeys(
             ("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32"
         )
-    return values | {f"{ACTOR}.strategy": "fsdp2", f"{MODEL}.use_remove_padding": True}
+    return values | {f"{ACTOR}.strategy": "fsdp2", REMOVE_PADDING: True}
 
 
 def _lora(lora: LoraSettings) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import cache_utils
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rllm.backends.local.language_model import Dropout, LowRank
 from rllm.backends.local.plain.model import Decoding, PlainModel, Traits, adapted
@@ -117,7 +118,9 @@ def _decode(model: PlainModel, ids: Tensor, pads: int) -> tuple[Tensor, Any]:
 
 def mergeable(cache: Any) -> bool:
     """Whether the rows of two such caches can be put together: keys and values by token, and nothing else."""
-    known = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+    # Layers without a cache of their own; older transformers have none.
+    dummy = getattr(cache_utils, "DummyLayer", DynamicLayer)
+    known = (DynamicLayer, DynamicSlidingWindowLayer, dummy)
     return all(type(layer) in known for layer in cache.layers)
 
 
