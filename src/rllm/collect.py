@@ -1,4 +1,4 @@
-"""From tasks to the groups that a step trains: episodes, filters, shaped rewards, and more batches where too few tell anything.
+"""The tasks of a run, and from them to the groups that a step trains: episodes, filters, shaped rewards, and more batches where too few tell anything.
 
 Knows in which order; how episodes run and what a filter is lives one call down.
 """
@@ -6,16 +6,20 @@ Knows in which order; how episodes run and what a filter is lives one call down.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rllm.algorithms import filters
 from rllm.algorithms.grouping import Accounting, group_by_role, usable_trajectories
 from rllm.algorithms.metrics import episode_metrics, reward_metrics
 from rllm.config.schema import Config
 from rllm.config.schema_algorithm import AlgorithmConfig
-from rllm.rollouts.batch import Rollouts
+from rllm.data.dataset import Dataset, load_dataset
+from rllm.errors import DataError
+from rllm.rollouts.batch import Rollouts, stable_seed
 from rllm.types import Episode, Task, TerminationReason, Trajectory, TrajectoryGroup
 
 
@@ -118,3 +122,35 @@ def _by_task(groups: Sequence[TrajectoryGroup]) -> list[list[TrajectoryGroup]]:
     for group in groups:
         units.setdefault(group.task_id, []).append(group)
     return list(units.values())
+
+
+def task_batches(dataset: Dataset, config: Config) -> Iterator[list[Task]]:
+    """Endless batches of ``data.train_batch_size`` tasks. Each epoch is shuffled anew (seeded); its last batch may be smaller."""
+    seed = config.trainer.seed if config.data.seed is None else config.data.seed
+    epoch = 0
+    while True:
+        tasks = list(dataset.shuffle(stable_seed(seed, "epoch", epoch)) if config.data.shuffle else dataset)
+        for start in range(0, len(tasks), config.data.train_batch_size):
+            yield tasks[start : start + config.data.train_batch_size]
+        epoch += 1
+
+
+def total_steps(dataset: Dataset | None, config: Config) -> int:
+    """``trainer.total_steps``, or the batches in ``trainer.total_epochs`` epochs."""
+    if config.trainer.total_steps is not None:
+        return config.trainer.total_steps
+    return math.ceil(len(dataset or ()) / config.data.train_batch_size) * config.trainer.total_epochs
+
+
+def dataset_of(given: Any, files: Any, split: str, config: Config) -> Dataset | None:
+    """What is given (a dataset or rows), else what the config names; None where there is neither."""
+    if given is None and files is None:
+        return None
+    dataset = given if isinstance(given, Dataset) else Dataset(given, split=split) if given is not None else None
+    if dataset is None:
+        dataset = load_dataset(files, split=split, seed=config.trainer.seed)
+    if len(dataset) == 0:
+        raise DataError(f"the {split} dataset is empty; give at least one task")
+    if split == "val" and config.data.val_size is not None:
+        dataset = dataset.select(range(min(config.data.val_size, len(dataset))))
+    return dataset

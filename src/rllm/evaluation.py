@@ -16,6 +16,7 @@ from typing import Any
 
 from rllm.algorithms.metrics import validation_metrics
 from rllm.backends.base import BASE, DEFAULT_ADAPTER
+from rllm.collect import dataset_of
 from rllm.config.load import Resolved, load_config
 from rllm.config.schema import Config
 from rllm.config.schema_distill import DistillConfig
@@ -24,7 +25,7 @@ from rllm.gateway.remote import RemoteGateway
 from rllm.lora.files import match_config_to_adapter
 from rllm.rollouts.batch import Rollouts, refuse_running_loop
 from rllm.tracking.episode_file import CODE, EpisodeFile, digest_of
-from rllm.trainer import create_backend, dataset_of
+from rllm.trainer import create_backend
 from rllm.types import Episode
 
 

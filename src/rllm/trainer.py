@@ -6,10 +6,9 @@ Knows the order of things; how each is done lives one call down.
 from __future__ import annotations
 
 import importlib
-import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,17 @@ from rllm.algorithms.distillation import TokenAdvantages
 from rllm.algorithms.grouping import Accounting
 from rllm.algorithms.metrics import validation_metrics
 from rllm.backends.base import DEFAULT_ADAPTER, INITIAL_ADAPTER, Backend, Losses, LossSpec, refuse_impossible
-from rllm.collect import Collected, collect
+from rllm.collect import Collected, collect, dataset_of, task_batches, total_steps
 from rllm.config.load import Resolved, load_config
 from rllm.config.schema import Config
-from rllm.data.dataset import Dataset, load_dataset
+from rllm.data.dataset import Dataset
 from rllm.distill import Distiller
 from rllm.early_stop import EarlyStop, check_early_stop
 from rllm.errors import ConfigError, DataError, ModelError, RunError
 from rllm.interrupts import interrupts_kill, interrupts_wait
-from rllm.rollouts.batch import Rollouts, refuse_running_loop, stable_seed
+from rllm.rollouts.batch import Rollouts, refuse_running_loop
 from rllm.tracking.run_folder import RunFolder
 from rllm.tracking.trackers import make_trackers
-from rllm.types import Task
 from rllm.update import PolicyUpdate, datums_of
 
 # Where the class of each backend is: what a run does not use is not imported.
@@ -393,35 +391,3 @@ def loss_spec(config: Config) -> Losses:
     )
     own = {role: replace(loss, name=settings.loss) for role, settings in a.per_role.items() if settings.loss}
     return {"": loss} | own if own else loss
-
-
-def task_batches(dataset: Dataset, config: Config) -> Iterator[list[Task]]:
-    """Endless batches of ``data.train_batch_size`` tasks. Each epoch is shuffled anew (seeded); its last batch may be smaller."""
-    seed = config.trainer.seed if config.data.seed is None else config.data.seed
-    epoch = 0
-    while True:
-        tasks = list(dataset.shuffle(stable_seed(seed, "epoch", epoch)) if config.data.shuffle else dataset)
-        for start in range(0, len(tasks), config.data.train_batch_size):
-            yield tasks[start : start + config.data.train_batch_size]
-        epoch += 1
-
-
-def total_steps(dataset: Dataset | None, config: Config) -> int:
-    """``trainer.total_steps``, or the batches in ``trainer.total_epochs`` epochs."""
-    if config.trainer.total_steps is not None:
-        return config.trainer.total_steps
-    return math.ceil(len(dataset or ()) / config.data.train_batch_size) * config.trainer.total_epochs
-
-
-def dataset_of(given: Any, files: Any, split: str, config: Config) -> Dataset | None:
-    """What is given (a dataset or rows), else what the config names; None where there is neither."""
-    if given is None and files is None:
-        return None
-    dataset = given if isinstance(given, Dataset) else Dataset(given, split=split) if given is not None else None
-    if dataset is None:
-        dataset = load_dataset(files, split=split, seed=config.trainer.seed)
-    if len(dataset) == 0:
-        raise DataError(f"the {split} dataset is empty; give at least one task")
-    if split == "val" and config.data.val_size is not None:
-        dataset = dataset.select(range(min(config.data.val_size, len(dataset))))
-    return dataset

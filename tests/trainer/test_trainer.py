@@ -15,11 +15,11 @@ import torch
 from solver_judge_flow import SolverJudgeWorkflow, solver_judge, solver_judge_evaluator
 
 import rllm
+from rllm.collect import task_batches
 from rllm.data.countdown import countdown
 from rllm.errors import ConfigError, DataError, ModelError, RunError
 from rllm.evaluation import evaluate
 from rllm.rollouts.batch import stable_seed
-from rllm.trainer import task_batches
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
