@@ -12,7 +12,7 @@ from rich.console import Console
 from rllm.config.load import load_config
 from rllm.errors import ConfigError, UserError
 from rllm.tracking.run_folder import RunFolder
-from rllm.tracking.trackers import ConsoleTracker, make_trackers
+from rllm.tracking.trackers import _RESUME, ConsoleTracker, _this_command, make_trackers
 
 FACTS = {
     "model": "default",
@@ -201,3 +201,14 @@ def test_a_logger_that_is_not_installed_is_told_at_the_start(monkeypatch, logger
         with pytest.raises(ConfigError, match=rf"{logger} is not installed; pip install 'rllm\[{logger}\]'"):
             load_config(overrides=[f"trainer.logger=['console','{logger}']", *more])
     load_config(overrides=[f"trainer.logger=[{logger}]"], training=False)
+
+
+def test_a_command_that_begins_anew_does_not_go_on_with_the_run_it_came_from(monkeypatch):
+    given = ["rllm", "train", "flow.py", "+trainer.resume=runs/a", "training.resume_from_path=runs/a", "lora.rank=4"]
+    monkeypatch.setattr(sys, "argv", given)
+    anew = _this_command("lora.adapter_path=b", without=_RESUME)
+    assert anew.endswith("rllm train flow.py lora.rank=4 lora.adapter_path=b")
+    assert "lora.rank=4" in (goes_on := _this_command("trainer.resume=runs/b")) and goes_on.endswith(
+        "trainer.resume=runs/b"
+    )
+    assert "+trainer.resume" not in goes_on

@@ -154,7 +154,7 @@ class ConsoleTracker:
             more = [] if result["interrupted"] else [f"trainer.total_steps={2 * result['steps']}"]
             lines.append(f"  continue {_this_command(f'trainer.resume={self.folder.path}', *more)}")
         if self.config.backend == "local":  # elsewhere a run starts from no file
-            lines.append(f"  anew     {_this_command(start)}   (a new run from what was learned)")
+            lines.append(f"  anew     {_this_command(start, without=_RESUME)}   (a new run from what was learned)")
         lines += [
             f"  chat     {_program('rllm')} serve {served}   and then   {_program('python')} examples/chat_client.py",
         ]
@@ -177,11 +177,15 @@ def _program(name: str) -> str:
     return name if not beside.exists() or (found and Path(found) == beside) else os.path.relpath(beside)
 
 
-def _this_command(*extra: str) -> str:
-    """The command that started this process, with more `key=value`."""
+# Every spelling of trainer.resume: a command that begins anew must not also go on with the old run.
+_RESUME = ("trainer.resume", "trainer.resume_from_path", "training.resume_from_path")
+
+
+def _this_command(*extra: str, without: tuple[str, ...] = ()) -> str:
+    """The command that started this process, with more `key=value` and not the keys in `without`."""
     script, *arguments = sys.argv
-    keys = tuple(one.partition("=")[0] + "=" for one in extra)
-    kept = [argument for argument in arguments if not argument.startswith(keys)]
+    keys = tuple(key + "=" for key in (*(one.partition("=")[0] for one in extra), *without))
+    kept = [argument for argument in arguments if not argument.lstrip("+").startswith(keys)]
     is_cli = Path(script).name in ("rllm", "__main__.py")
     return shlex.join([*([_program("rllm")] if is_cli else [_program("python"), script]), *kept, *extra])
 
