@@ -12,7 +12,7 @@ ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 
-ENGINE = "the sampler is built in; there is no engine to configure"
+ENGINE = "the sampler is chosen by rollout.engine; its own settings are not taken from here"
 PLACEMENT = "placement on several workers does not arise in one process"
 EVALUATOR = "rewards come from the evaluator"
 MEMORY = "memory is bounded by micro-batches here"
@@ -164,7 +164,7 @@ TREE_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     f"{ROLLOUT}.do_sample": ((True,), "greedy samples of one task are all the same"),
     f"{ROLLOUT}.over_sample_rate": ((0,), "every episode that was started is used or counted as failed"),
     f"{ROLLOUT}.quantization": ((None,), "set model.quantization"),
-    f"{ROLLOUT}.enable_rollout_routing_replay": ((False,), "models here have no router"),
+    f"{ROLLOUT}.enable_rollout_routing_replay": ((False,), "routers are run as they are, none is replayed"),
     f"{ROLLOUT}.agent.agent_loop_config_path": ((None,), "an agent is a function with @rllm.rollout"),
     f"{ROLLOUT}.agent.custom_async_server.path": ((None,), ENGINE),
     f"{MODEL}.hf_config_path": ((None,), "config, tokenizer and weights are in model.path"),
