@@ -93,10 +93,11 @@ class AgentTrainer:
             return train_on_verl(self.resolved, parts, self.train_dataset, self.val_dataset, total)
         started = time.monotonic()
         resumed = checkpoint.resumed(self.config, self.train_dataset, total)
-        folder = RunFolder.create(self.resolved) if resumed is None else None
         backend = self._given_backend or create_backend(self.config)
         runner_parts = (self.flow, self.workflow_class, self.workflow_args, self.evaluator)
         try:
+            # Not before there is a backend: what is refused leaves no folder, and `latest` where it was.
+            folder = RunFolder.create(self.resolved) if resumed is None else None
             if resumed is not None:
                 backend.load_state(resumed.state)
             distiller = Distiller.of(self.config, backend)

@@ -37,6 +37,12 @@ def test_an_unknown_key_is_refused_before_anything_loads():
     assert time.monotonic() - started < 10
 
 
+def test_a_refused_run_leaves_no_folder(tmp_path):
+    assert "model.path" in refused("train", FLOW, "model.path=./nothing", cwd=tmp_path)
+    assert "experiment_name" in refused("train", FLOW, "trainer.experiment_name=../x", "--show-config", cwd=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -105,7 +105,7 @@ def test_a_real_folder_called_latest_is_left_alone(tmp_path):
 
 @pytest.mark.parametrize("name", ["a/b", "..", ".", "latest"])
 def test_a_name_that_is_no_folder_name_is_refused(tmp_path, name):
-    with pytest.raises(UserError, match="it names a folder"):
+    with pytest.raises(UserError, match="cannot name a folder of its own"):
         create(tmp_path, f"trainer.experiment_name={name}")
 
 
@@ -152,4 +152,4 @@ def test_the_result_is_whole_or_absent(tmp_path, monkeypatch):
     with pytest.raises(TypeError):
         folder.write_result({"steps": object()})
     assert json.loads((folder.path / "result.json").read_text())["steps"] == 3
-    assert run_folder.LATEST == "latest"
+    assert run_folder.LATEST_RUN == "latest"

@@ -22,6 +22,8 @@ ROLE_NAME = r"[A-Za-z0-9._-]{1,64}"
 RESERVED_ROLES = ("base", "initial")
 # A division of logits by less overflows float32 for ordinary models; 0 is greedy.
 MIN_TEMPERATURE = 1e-5
+LATEST_RUN = "latest"
+"""The link to the newest run, beside the run folders."""
 
 
 class ModelConfig(Section):
@@ -319,6 +321,13 @@ class TrainerConfig(Section):
     @classmethod
     def _one_logger(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
+
+    @field_validator("experiment_name")
+    @classmethod
+    def _names_a_folder(cls, value: str | None) -> str | None:
+        if value is not None and ("/" in value or value in ("", ".", "..", LATEST_RUN)):
+            raise ValueError(f"{value!r} cannot name a folder of its own; use letters, digits, '.', '_' and '-'")
+        return value
 
 
 class GatewayConfig(Section):

@@ -20,10 +20,10 @@ from typing import Any
 
 from rllm.config.explain import to_yaml
 from rllm.config.load import Resolved
+from rllm.config.schema import LATEST_RUN
 from rllm.errors import UserError
 from rllm.types import Episode
 
-LATEST = "latest"
 _PACKAGES = ("rllm", "torch", "transformers", "tokenizers", "peft", "openai", "fastapi", "pydantic", "numpy")
 
 
@@ -39,10 +39,6 @@ class RunFolder:
         config = resolved.config.trainer
         root = Path(config.run_dir)
         name = config.experiment_name or datetime.now().strftime("%Y%m%d-%H%M%S")
-        if "/" in name or name in ("", ".", "..", LATEST):
-            raise UserError(
-                f"trainer.experiment_name={name!r}: it names a folder; use letters, digits, '.', '_' and '-'"
-            )
         path, suffix = root / name, 1
         while True:
             try:
@@ -127,13 +123,13 @@ def finite(value: Any) -> Any:
 
 def _point_latest(root: Path, path: Path) -> None:
     """`latest` is a link to the newest run; where links are not allowed, a text file with its name."""
-    link = root / LATEST
+    link = root / LATEST_RUN
     try:
         if link.is_symlink() or link.exists():
             link.unlink()
         link.symlink_to(path.name, target_is_directory=True)
     except OSError:
-        (root / f"{LATEST}.txt").write_text(path.name + "\n")
+        (root / f"{LATEST_RUN}.txt").write_text(path.name + "\n")
 
 
 def _circumstances(resolved: Resolved[Any]) -> dict[str, Any]:
