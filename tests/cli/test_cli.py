@@ -64,6 +64,7 @@ def test_missing_model_and_missing_data_are_explained(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     assert "no rows" in refused("train", FLOW, "data.train_files=empty.jsonl", cwd=tmp_path)
     assert "--k '0'" in refused("eval", FLOW, "--k", "0")
+    assert "at most 10,000" in refused("eval", FLOW, "--k", "1,99999999999")
     assert f"--out {tmp_path}: it is a folder" in refused("eval", FLOW, "--out", tmp_path)
     assert "has no adapter_config.json" in refused("eval", FLOW, "--adapter", tmp_path)
 

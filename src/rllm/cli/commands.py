@@ -50,6 +50,8 @@ def _no_options(context: typer.Context, value: Any) -> Any:
     return value
 
 
+# Of one task in an evaluation: all episodes of a task are asked for at once.
+MOST_EPISODES = 10_000
 PASSED_ON = {"ignore_unknown_options": True}  # to `_no_options`
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config overrides", callback=_no_options)
@@ -120,7 +122,10 @@ def evaluate(
         str | None, typer.Option(help="The same as model.path=; with --base-url the endpoint's name of the model")
     ] = None,
     n: Annotated[
-        int | None, typer.Option(min=1, help="Episodes per task (default: rollout.n_val, at least the largest k)")
+        int | None,
+        typer.Option(
+            min=1, max=MOST_EPISODES, help="Episodes per task (default: rollout.n_val, at least the largest k)"
+        ),
     ] = None,
     k: Annotated[str, typer.Option(help="Values of k for the unbiased pass@k, e.g. 1,4")] = "1",
     out: Annotated[Path | None, typer.Option(help="Also write the JSON result here")] = None,
@@ -145,8 +150,10 @@ def evaluate(
         ks = sorted({int(part) for part in k.split(",")})
     except ValueError:
         raise ConfigError(f"--k {k!r}: expected whole numbers with commas, e.g. 1,4") from None
-    if not ks or ks[0] < 1:
-        raise ConfigError(f"--k {k!r}: every k must be at least 1")
+    if not ks or ks[0] < 1 or ks[-1] > MOST_EPISODES:
+        raise ConfigError(
+            f"--k {k!r}: every k must be at least 1 and at most {MOST_EPISODES:,}, the episodes run for a task"
+        )
     api_key = _key(api_key_env)
     own_model = [f"model.path={model}"] if model and base_url is None else []
     extra = [*own_model, *([f"rollout.n_val={n}"] if n else [])]
