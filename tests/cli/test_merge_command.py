@@ -42,6 +42,7 @@ def logits_of(folder, adapter=None):
 
 
 @pytest.mark.parametrize("role", ["solver", "judge"])
+@pytest.mark.slow
 def test_the_merged_model_is_evaluated_like_any_other_and_says_what_the_adapter_says(roles, tmp_path, role):
     out = tmp_path / "merged"
     done = rllm("merge", roles / role, "--out", out)
@@ -67,6 +68,7 @@ def test_roles_are_named_and_one_must_be_chosen(roles, tmp_path):
     assert "2 adapters: judge, solver" in refused("merge", roles, "--out", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_an_adapter_saved_elsewhere_finds_the_packaged_model_by_its_fingerprint(roles, tmp_path):
     moved = shutil.copytree(roles / "solver", tmp_path / "moved")
     file = moved / "adapter_config.json"

@@ -332,6 +332,7 @@ def test_an_endpoint_that_cannot_be_used_is_explained_before_anything_runs(
         evaluate(resume=True)
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_dies_in_the_middle_fails_its_episodes_and_stops_the_run_with_the_reason(backend: Any) -> None:
     gateway = Gateway(backend)
     gateway.start()

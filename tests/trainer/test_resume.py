@@ -113,6 +113,7 @@ def test_the_run_of_a_name_goes_on_by_itself_and_begins_where_there_is_none(begu
     assert result["steps"] == 3 and [line["step"] for line in lines(tmp_path / "b/runs/one/metrics.jsonl")] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_the_link_to_the_newest_run_can_be_named_and_stays_a_link_to_it(begun, tmp_path, monkeypatch):
     copy_of(begun, tmp_path)
     link = tmp_path / "runs" / "latest"

@@ -50,6 +50,7 @@ def test_mini_batches_and_epochs_make_their_optimizer_steps_and_publish_once_a_s
     assert "algorithm.ppo_epochs=2 trains each token more than once" in note
 
 
+@pytest.mark.slow
 def test_the_learning_rate_of_each_step_is_that_of_transformers_schedule(tmp_path):
     _, metrics, _ = run(
         tmp_path,
@@ -104,11 +105,13 @@ def test_the_kl_to_the_reference_is_exactly_zero_until_the_first_step_and_then_i
 
 
 @pytest.mark.parametrize("key", ["kl_beta", "kl_in_reward"])
+@pytest.mark.slow
 def test_full_finetuning_keeps_its_starting_weights_as_the_reference(tmp_path, key):
     run(tmp_path, lora={"rank": 0}, optim={"lr": 1e-4}, algorithm={key: 0.05}, trainer={"total_steps": 1})
 
 
 @pytest.mark.parametrize(("cut_ones", "cut"), [(False, {}), (True, {"max_response_length_exceeded": 6})])
+@pytest.mark.slow
 def test_episodes_that_end_for_a_filtered_reason_are_not_trained(tmp_path, cut_ones, cut):
     """Every completion is cut at its 8 tokens; one episode of each task says that it ran out of turns."""
 
