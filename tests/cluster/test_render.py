@@ -113,10 +113,11 @@ def test_a_misspelt_key_of_ours_is_still_an_error():
         resolved("trainer.total_stepz=3")
 
 
-def test_without_the_verl_backend_its_keys_are_refused_by_name():
-    found = load_config(overrides=["verl.trainer.nnodes=2"])
+@pytest.mark.parametrize(("more", "training"), [([], True), (["trainer.val_only=true"], True), ([], False)])
+def test_without_the_verl_backend_its_keys_are_refused_by_name(more, training):
+    found = load_config(overrides=["verl.trainer.nnodes=2", *more])
     with pytest.raises(ConfigError, match="add backend=verl"):
-        refuse_impossible(found.config, found.provenance)
+        refuse_impossible(found.config, found.provenance, training=training)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from rllm.algorithms.spec import BASE, DEFAULT_ADAPTER, INITIAL_ADAPTER, TEACHER, Datum, Losses, LossSpec, initial_of
+from rllm.config.names import VLLM_MAX_RANK
 from rllm.config.schema import Config, LoraSettings
 from rllm.errors import ConfigError
 from rllm.lora.groups import module_groups
@@ -97,6 +98,21 @@ class AdamParams:
     eps: float = 1e-8
     weight_decay: float = 0.0
     grad_clip: float = 1.0
+
+
+PROBE_TEXTS = ("The sum of 17 and 25 is", "One of the solutions is right:")
+"""The prompts of `Backend.probe`."""
+PROBE_TOKENS = 8
+
+
+def sampler_gaps(rows: Sequence[Datum], trained: Sequence[Sequence[float]]) -> list[float]:
+    """By how much the sampler's log-probabilities of the trained tokens of `rows`, row after row, differ from the trainer's."""
+    return [
+        abs(sampled - value)
+        for row, values in zip(rows, trained, strict=True)
+        for sampled, value, m in zip(row.logprobs, values, row.mask, strict=True)
+        if m
+    ]
 
 
 @dataclass(frozen=True)
@@ -271,7 +287,7 @@ CAPABILITIES: dict[str, Capabilities] = {
     "verl": Capabilities(
         full_finetuning=True,
         adapter_per_role=False,
-        max_lora_rank=512,
+        max_lora_rank=VLLM_MAX_RANK,
         top_p_in_training=False,
         temperature_in_training=True,
         entropy_bonus=True,
@@ -333,6 +349,12 @@ def refuse_impossible(config: Config, provenance: Mapping[str, str] | None = Non
         ", ".join(adapters),
         "it trains one adapter; set lora.per_role=shared",
     )
+    if config.backend == "verl" and training:
+        from rllm.backends.verl.render import refuse
+
+        refuse(config, provenance)
+    elif config.verl:
+        _require(False, config, provenance, "verl", ", ".join(config.verl), "these keys are verl's: add backend=verl")
     if not training or config.trainer.val_only:
         return
     _require(
@@ -359,12 +381,6 @@ def refuse_impossible(config: Config, provenance: Mapping[str, str] | None = Non
         f"{config.rollout.top_p:g}",
         "the log-probabilities trained on would not be those sampled from; set rollout.top_p=1",
     )
-    if config.backend == "verl" and training:
-        from rllm.backends.verl.render import refuse
-
-        refuse(config, provenance)
-    elif config.verl:
-        _require(False, config, provenance, "verl", ", ".join(config.verl), "these keys are verl's: add backend=verl")
 
 
 def _refuse_lora_options(config: Config, can: Capabilities, provenance: Mapping[str, str] | None) -> None:

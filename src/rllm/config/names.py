@@ -59,8 +59,9 @@ REFUSED_LOSSES: dict[str, str] = dict.fromkeys(
     ("clip_cov", "kl_cov", "geo_mean", "sapo", "gpg", "dppo_tv", "dppo_kl", "bypass_mode"), "not built"
 )
 
-VLLM_MAX_RANK = 512
-"""The highest of vLLM's `max_lora_rank`."""
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as `max_lora_rank`."""
+VLLM_MAX_RANK = VLLM_RANKS[-1]
 ESTIMATOR_WORDS = {
     "reinforce++": "reinforce_plus_plus",
     "reinforce++-baseline": "reinforce_plus_plus_baseline",

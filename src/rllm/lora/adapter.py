@@ -6,7 +6,7 @@ Knows shapes and names; nothing of files, losses or optimizers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,18 @@ Pair = tuple[Tensor, Tensor]
 
 Layout = Mapping[tuple[int, str], Sequence[tuple[str, int]]]
 """For (layer, fused block) the (module name, output rows) of the matrices stacked in it, in row order."""
+
+
+def parts_of(
+    pair: Pair, parts: Sequence[tuple[str, int]], ranks: Sequence[int]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(module name, A [rank, in], B [rows, rank]) of every matrix stacked in a block that has an update, as views of the block's pair."""
+    a, b = pair
+    row = column = 0
+    for (name, height), rank in zip(parts, ranks, strict=True):
+        if rank:
+            yield name, a[column : column + rank], b[row : row + height, column : column + rank]
+        row, column = row + height, column + rank
 
 
 class LowRankPairs:
@@ -219,15 +231,10 @@ class LoraAdapter(nn.Module):
         pieces: list[Tensor] = []
         scales: list[float] = []
         for key, parts in self.layout.items():
-            a_all, b_all = views[key]
-            row = column = 0
-            for (name, height), rank in zip(parts, ranks[key], strict=True):
-                if rank:
-                    a, b = self.matrices(name)
-                    matrices += [a, b]
-                    pieces += [a_all[column : column + rank], b_all[row : row + height, column : column + rank]]
-                    scales += [1.0, self.scales[name]]
-                row, column = row + height, column + rank
+            for name, a, b in parts_of(views[key], parts, ranks[key]):
+                matrices += self.matrices(name)
+                pieces += [a, b]
+                scales += [1.0, self.scales[name]]
         return matrices, pieces, scales
 
     def _stack(self, parts: Sequence[tuple[str, int]], dtype: torch.dtype) -> Pair:

@@ -257,6 +257,16 @@ def match_config_to_adapter(config: Config) -> Config:
     return config.model_copy(update={"lora": LoraConfig.model_validate(lora)})
 
 
+def model_card(base: str, title: str, rows: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+    """The text of a folder's `CARD`: a list of `rows`, then a table for each mapping of numbers among `facts`."""
+    lines = [f"- {name}: {value}" for name, value in rows.items()]
+    for heading, values in facts.items():
+        if isinstance(values, Mapping) and values:
+            lines += ["", f"## {heading}", "", "| metric | value |", "|---|---|"]
+            lines += [f"| {name} | {value:.4g} |" for name, value in values.items() if math.isfinite(value)]
+    return f"---\nlibrary_name: peft\nbase_model: {base}\n---\n\n# {title}\n\n" + "\n".join(lines) + "\n"
+
+
 def adapter_settings(folder: Path) -> LoraSettings:
     """Settings with which an adapter like that of `folder`, and started from it, is made."""
     return LoraSettings.model_validate(_settings_of(folder))

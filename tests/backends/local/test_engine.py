@@ -1,6 +1,7 @@
 """The sampler draws exactly what the model says: same greedy tokens, same log-probabilities, same distribution."""
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -228,6 +229,30 @@ def test_sampling_settings_without_meaning_are_refused_with_what_is_allowed(make
     _, decoder, _ = make("qwen3")
     with pytest.raises(ValueError, match=message):
         engine_of(decoder).submit([1], SamplingParams(4, **settings))
+
+
+def test_a_publish_that_cannot_be_taken_is_told_to_whoever_published_and_sampling_goes_on(make, engine_of, monkeypatch):
+    _, decoder, _ = make("qwen3")
+    engine = engine_of(decoder)
+
+    def full(adapters):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(engine, "_adopt", full)
+    told: list[str | None] = []
+    publisher = threading.Thread(target=lambda: told.append(_error_of(lambda: engine.publish({}, 1))), daemon=True)
+    publisher.start()
+    publisher.join(20)
+    assert told == ["no space left"]
+    assert len(engine.submit([5, 6], SamplingParams(3)).result(timeout=20).ids) == 3
+
+
+def _error_of(work):
+    try:
+        work()
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def test_a_publish_that_drops_an_adapter_fails_its_requests_only(make, engine_of):

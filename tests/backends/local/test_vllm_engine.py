@@ -17,9 +17,9 @@ from rllm.backends.base import BASE, AdamParams, Datum, LossSpec, SamplingParams
 from rllm.backends.local.backend import LocalBackend
 from rllm.backends.local.loading import load_decoder
 from rllm.backends.local.model import PackedCausal
-from rllm.backends.local.vllm_engine import RANKS, import_vllm, write_adapter
+from rllm.backends.local.vllm_engine import import_vllm, write_adapter
 from rllm.config.check import check, engine_problem
-from rllm.config.names import VLLM_MAX_RANK
+from rllm.config.names import VLLM_MAX_RANK, VLLM_RANKS
 from rllm.config.schema import Config
 from rllm.errors import ConfigError
 
@@ -95,7 +95,7 @@ def test_a_missing_vllm_is_one_line_with_the_command():
 
 
 def test_the_ranks_end_where_the_config_says():
-    assert RANKS[-1] == VLLM_MAX_RANK and sorted(RANKS) == list(RANKS)
+    assert VLLM_RANKS[-1] == VLLM_MAX_RANK == 512 and sorted(VLLM_RANKS) == list(VLLM_RANKS)
 
 
 @pytest.fixture(scope="module")

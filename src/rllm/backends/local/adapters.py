@@ -6,7 +6,6 @@ Knows decoder, adapter and files; nothing of sampling or optimizers.
 from __future__ import annotations
 
 import logging
-import math
 import shutil
 import zlib
 from collections.abc import Mapping
@@ -30,6 +29,7 @@ from rllm.lora.files import (
     CARD_FINGERPRINT,
     check_written,
     load_into,
+    model_card,
     read_adapter,
     verify_with_peft,
     write_adapter,
@@ -165,13 +165,7 @@ def _model_card(adapter: LoraAdapter, settings: LoraSettings, context: SaveConte
         "check": checked,
         "versions": ", ".join([f"rllm {__version__}", *(f"{name} {version(name)}" for name in _VERSIONED)]),
     }
-    lines = [f"- {name}: {value}" for name, value in rows.items()]
-    for title, values in context.facts.items():
-        if isinstance(values, Mapping) and values:
-            lines += ["", f"## {title}", "", "| metric | value |", "|---|---|"]
-            lines += [f"| {name} | {value:.4g} |" for name, value in values.items() if math.isfinite(value)]
-    head = f"---\nlibrary_name: peft\nbase_model: {context.model_name}\n---\n\n# LoRA adapter trained with rllm\n\n"
-    return head + "\n".join(lines) + "\n"
+    return model_card(context.model_name, "LoRA adapter trained with rllm", rows, context.facts)
 
 
 def target_counts(adapter: LoraAdapter) -> dict[str, int]:

@@ -20,6 +20,8 @@ from safetensors.torch import save_file
 
 from rllm.backends.base import (
     DEFAULT_ADAPTER,
+    PROBE_TEXTS,
+    PROBE_TOKENS,
     AdamParams,
     Completion,
     Datum,
@@ -29,6 +31,7 @@ from rllm.backends.base import (
     SamplingParams,
     Scored,
     initial_of,
+    sampler_gaps,
 )
 from rllm.backends.local import cores
 from rllm.backends.local.adapters import SaveContext, create_adapters, save_adapter
@@ -52,8 +55,6 @@ from rllm.errors import ConfigError, ModelError
 from rllm.lora.adapter import LoraAdapter
 
 # What is sampled after every publish, and by how much sampler and trainer may then differ. Measured differences: bench/RESULTS.md.
-PROBE_TEXTS = ("The sum of 17 and 25 is", "One of the solutions is right:")
-PROBE_TOKENS = 8
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 SWITCH_INTERVAL_S = 0.0005
 STATE = "state.safetensors"
@@ -171,12 +172,7 @@ class LocalBackend:
             row = Datum([*prompt, *answer.ids], [0] * len(prompt) + [1] * len(answer.ids), adapter=name)
             row.logprobs = [0.0] * len(prompt) + answer.logprobs
             rows.append(row)
-        gaps = [
-            abs(sampled - trained)
-            for row, values in zip(rows, self.logprobs(rows, trained_only=True), strict=True)
-            for sampled, trained, m in zip(row.logprobs, values, row.mask, strict=True)
-            if m
-        ]
+        gaps = sampler_gaps(rows, self.logprobs(rows, trained_only=True))
         return Probe(
             sampler_version=next((v for v in versions if v != self.policy_version), self.policy_version),
             trainer_version=self.policy_version,

@@ -225,8 +225,12 @@ class Engine:
                         break
                     commands, self._commands = list(self._commands), deque()
                 for apply, done in commands:
-                    apply()
-                    done.set_result(None)
+                    try:
+                        apply()
+                    except Exception as error:  # of whoever asked, not the end of the thread
+                        done.set_exception(error)
+                    else:
+                        done.set_result(None)
                 try:
                     self._drop_cancelled()
                     started = time.perf_counter()

@@ -24,17 +24,14 @@ from rllm.backends.local.engine import Engine
 from rllm.backends.local.language_model import LowRank
 from rllm.backends.local.model import Decoder
 from rllm.backends.local.requests import Request, fail
+from rllm.config.names import VLLM_RANKS
 from rllm.errors import ConfigError
-from rllm.lora.adapter import LowRankPairs
+from rllm.lora.adapter import LowRankPairs, parts_of
 
-# What vLLM compiles its kernels for.
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Adapters that one batch may mix, beside the trained ones and their start: those of `rllm serve`.
 MORE_ADAPTERS = 4
 # vLLM asks for this share of the device to be free at its start; what it takes is set by `kv_cache_memory_bytes` and the weights.
 FREE_SHARE = 0.05
-GREEDY_BELOW = 1e-5
-"""vLLM takes lower temperatures for 0."""
 
 
 @dataclass(eq=False)
@@ -84,7 +81,7 @@ class VllmEngine(Engine):
         if self._rank:
             lora = {
                 "enable_lora": True,
-                "max_lora_rank": next(rank for rank in RANKS if rank >= self._rank),
+                "max_lora_rank": next(rank for rank in VLLM_RANKS if rank >= self._rank),
                 "max_loras": self._most_adapters,
                 "max_cpu_loras": 2 * self._most_adapters,
             }
@@ -262,16 +259,11 @@ def write_adapter(
         pair = pairs.pair(*key)
         if pair is None:
             continue
-        a, b = (matrix.detach().cpu() for matrix in pair)
-        row = column = 0
-        for (name, height), rank in zip(parts, pairs.part_ranks(*key), strict=True):
-            if rank:
-                tensors[f"base_model.model.{name}.lora_A.weight"] = a[column : column + rank].contiguous()
-                tensors[f"base_model.model.{name}.lora_B.weight"] = b[
-                    row : row + height, column : column + rank
-                ].contiguous()
-                ranks.append(rank)
-            row, column = row + height, column + rank
+        on_host = (pair[0].detach().cpu(), pair[1].detach().cpu())
+        for name, a, b in parts_of(on_host, parts, pairs.part_ranks(*key)):
+            tensors[f"base_model.model.{name}.lora_A.weight"] = a.contiguous()
+            tensors[f"base_model.model.{name}.lora_B.weight"] = b.contiguous()
+            ranks.append(len(a))
     modules = sorted({name.split(".")[-3] for name in tensors})
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")

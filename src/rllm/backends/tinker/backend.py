@@ -20,6 +20,8 @@ from rllm.backends.base import (
     BASE,
     DEFAULT_ADAPTER,
     INITIAL_ADAPTER,
+    PROBE_TEXTS,
+    PROBE_TOKENS,
     AdamParams,
     Completion,
     Datum,
@@ -30,6 +32,7 @@ from rllm.backends.base import (
     SamplingParams,
     Scored,
     initial_of,
+    sampler_gaps,
 )
 from rllm.backends.tinker import files
 from rllm.backends.tinker.connection import Connection
@@ -39,8 +42,6 @@ from rllm.backends.token_losses import Sums
 from rllm.config.schema import Config, LoraSettings
 from rllm.errors import ConfigError, RunError
 
-PROBE_TEXTS = ("The sum of 17 and 25 is", "One of the solutions is right:")
-PROBE_TOKENS = 8
 # What sampler and trainer may differ by where the server computes in float32; of others we do not know.
 FLOAT32_TOLERANCE, UNKNOWN_TOLERANCE = 1e-3, 0.3
 ROUNDS = 32
@@ -307,13 +308,7 @@ class TinkerBackend:
             row = Datum([*prompt, *told.tokens], [0] * len(prompt) + [1] * len(told.tokens), adapter=name)
             row.logprobs = [0.0] * len(prompt) + [float(value) for value in told.logprobs]
             rows.append(row)
-        trained = self.logprobs(rows, trained_only=True)
-        gaps = [
-            abs(sampled - value)
-            for row, values in zip(rows, trained, strict=True)
-            for sampled, value, m in zip(row.logprobs, values, row.mask, strict=True)
-            if m
-        ]
+        gaps = sampler_gaps(rows, self.logprobs(rows, trained_only=True))
         about = self.connection.server.about
         exact = about is not None and about["dtype"] == "float32"
         return Probe(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ import torch
 
 from rllm.backends.tinker.connection import Connection
 from rllm.errors import ModelError
-from rllm.lora.files import CARD, CONFIG, WEIGHTS, read_adapter
+from rllm.lora.files import CARD, CONFIG, WEIGHTS, model_card, read_adapter
 from rllm.types import new_id
 from rllm.version import __version__
 
@@ -114,10 +113,5 @@ def check(staging: Path, folder: Path) -> None:
 
 def _card(model_name: str, server: str, facts: Mapping[str, Any]) -> str:
     rows = {"base": model_name, "trained by": server} | {k: v for k, v in facts.items() if not isinstance(v, Mapping)}
-    lines = [f"- {name}: {value}" for name, value in (rows | {"versions": f"rllm {__version__}"}).items()]
-    for title, values in facts.items():
-        if isinstance(values, Mapping) and values:
-            lines += ["", f"## {title}", "", "| metric | value |", "|---|---|"]
-            lines += [f"| {name} | {value:.4g} |" for name, value in values.items() if math.isfinite(value)]
-    head = f"---\nlibrary_name: peft\nbase_model: {model_name}\n---\n\n# LoRA adapter trained with rllm through Tinker's API\n\n"
-    return head + "\n".join(lines) + "\n"
+    rows["versions"] = f"rllm {__version__}"
+    return model_card(model_name, "LoRA adapter trained with rllm through Tinker's API", rows, facts)

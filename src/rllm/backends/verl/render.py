@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rllm.config.names import VLLM_RANKS
 from rllm.config.schema import Config, LoraSettings
 from rllm.errors import ConfigError
 
@@ -20,8 +21,6 @@ REMOVE_PADDING, ATTENTION = f"{MODEL}.use_remove_padding", f"{MODEL}.override_co
 MERGE, LOAD_FORMAT = f"{MODEL}.lora.merge", f"{ROLLOUT}.load_format"
 # Up to here a whole copy of the weights in every step costs less than LoRA's own matrices on every sampled token.
 MERGE_UP_TO = 8e9
-# What vLLM 0.24 takes as max_lora_rank; verl rounds the rank up to one of these.
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _LOSSES = {"ppo_clip": "vanilla", "gspo": "gspo", "cispo": "cispo"}
 _KL = {"k1": "kl", "k2": "mse", "k3": "low_var_kl", "k1+": "kl+", "k3+": "low_var_kl+"}
 # Where verl and we mean other things by one key, a user's own value would undo what the rest relies on.
@@ -50,10 +49,6 @@ _NOT_IN_ADAPTER: dict[str, Any] = {
     "train_attn": True,
     "train_mlp": True,
     "train_unembed": False,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "use_rslora": False,
-    "dropout": 0.0,
 }
 
 
@@ -174,6 +169,7 @@ def _choose_merge(config: Config, parameters: float | None, done: Rendered) -> N
         return
     # The base must be vLLM's own from the start: with dummy weights every first update carries all of it, and layered_summon fails.
     done.values |= {LOAD_FORMAT: "safetensors", f"{ROLLOUT}.layered_summon": True, f"{ROLLOUT}.enforce_eager": False}
+    # verl rounds the rank up to one of these.
     rounded = next(rank for rank in VLLM_RANKS if rank >= config.lora.rank)
     why = "" if given is not None else f" (a full copy of {size} in every step would cost more)"
     done.notes.append(
