@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,15 +86,24 @@ class Collected:
 
 
 def collect(
-    rollouts: Rollouts, batches: Iterator[list[Task]], config: Config, step: int, version: int = 0
+    rollouts: Rollouts,
+    batches: Iterator[list[Task]],
+    config: Config,
+    step: int,
+    version: int = 0,
+    watch: Callable[[Sequence[Task]], Callable[[Episode], None]] | None = None,
 ) -> Collected:
     """Run episodes for the next batch of tasks; with rejection sampling for more batches, until ``data.train_batch_size`` tasks have
-    a signal or ``algorithm.rejection_sampling.max_batches`` are run."""
+    a signal or ``algorithm.rejection_sampling.max_batches`` are run. What `watch` makes of a batch's tasks hears of each episode as it
+    ends."""
     sampling = config.algorithm.rejection_sampling
     found = Collected()
     limit = sampling.max_batches if sampling.enable else 1
     for attempt in range(limit) if limit else itertools.count():
-        found.add(rollouts.run(next(batches), n=config.rollout.n, step=step, attempt=attempt), config, version)
+        tasks = next(batches)
+        heard = watch(tasks) if watch is not None else None
+        episodes = rollouts.run(tasks, n=config.rollout.n, step=step, attempt=attempt, on_episode=heard)
+        found.add(episodes, config, version)
         if len(found.units) >= config.data.train_batch_size:
             break
     if sampling.enable:

@@ -18,7 +18,16 @@ from rllm.algorithms.datums import check_role_names
 from rllm.algorithms.distillation import TokenAdvantages
 from rllm.algorithms.grouping import Accounting
 from rllm.algorithms.metrics import validation_metrics
-from rllm.backends.base import DEFAULT_ADAPTER, INITIAL_ADAPTER, Backend, Losses, LossSpec, refuse_impossible
+from rllm.backends.base import (
+    DEFAULT_ADAPTER,
+    INITIAL_ADAPTER,
+    Backend,
+    Datum,
+    Losses,
+    LossSpec,
+    OverlappingBackend,
+    refuse_impossible,
+)
 from rllm.collect import Collected, collect, dataset_of, task_batches, total_steps
 from rllm.config.load import Resolved, load_config
 from rllm.config.schema import Config
@@ -27,6 +36,7 @@ from rllm.distill import Distiller
 from rllm.early_stop import EarlyStop, check_early_stop
 from rllm.errors import ConfigError, DataError, ModelError, RunError
 from rllm.interrupts import interrupts_kill, interrupts_wait
+from rllm.overlap import TrainAhead
 from rllm.rollouts.batch import Rollouts, refuse_running_loop
 from rllm.tracking.run_folder import RunFolder
 from rllm.tracking.trackers import make_trackers
@@ -202,11 +212,11 @@ class _Run:
     def _train_step(self) -> dict[str, float]:
         """One step, from tasks to a published policy; returns the metrics of the validation after it, if there was one."""
         config, clock = self.trainer.config, time.monotonic()
-        found = collect(self.rollouts, self.batches, config, self.step, self.backend.policy_version)
+        found, ahead, metrics = self._collect()
         self.folder.write_episodes(self.step, "train", found.episodes)
         self.drawn += found.batches
         rolled_out = time.monotonic()
-        metrics = found.metrics(config)
+        metrics |= found.metrics(config)
         if self.step == 1:
             check_role_names(found.rewarded, config.algorithm.per_role, "algorithm.per_role")
             check_role_names(found.rewarded, config.distill.roles or (), "distill.roles")
@@ -217,7 +227,7 @@ class _Run:
         validated: dict[str, float] = {}
         try:
             with interrupts_wait():  # weights, counts and lines that are saved must be of the same steps
-                metrics |= self._learn(found, taught)
+                metrics |= self._learn(found, taught, ahead)
                 updated = time.monotonic()
                 tokens = sum(len(s.response_ids) for e in found.episodes for t in e.trajectories for s in t.steps)
                 metrics |= {
@@ -243,12 +253,27 @@ class _Run:
             self._save_state()
         return validated
 
-    def _learn(self, found: Collected, taught: TokenAdvantages | None) -> dict[str, float]:
+    def _collect(self) -> tuple[Collected, list[Datum], dict[str, float]]:
+        """The step's episodes; the rows that ``trainer.overlap`` had trained meanwhile, and how long that took."""
+        config, version = self.trainer.config, self.backend.policy_version
+        if not config.trainer.overlap:
+            return collect(self.rollouts, self.batches, config, self.step, version), [], {}
+        if not isinstance(self.backend, OverlappingBackend):
+            raise ConfigError("trainer.overlap=true: this backend cannot train while it samples; leave it out")
+        ahead = TrainAhead(self.update, self.backend, config, version)
+        try:
+            found = collect(self.rollouts, self.batches, config, self.step, version, ahead.watch)
+            return found, ahead.finish(), {"timing_s/ahead": ahead.seconds}
+        except BaseException:
+            ahead.stop()
+            raise
+
+    def _learn(self, found: Collected, taught: TokenAdvantages | None, ahead: list[Datum]) -> dict[str, float]:
         """The update from what was collected, published and counted."""
         config, account = self.trainer.config, found.account
         groups, metrics = self.update.with_kl_in_reward(found, self.step)
         data = datums_of(groups, account, config, taught)
-        metrics |= self.update.run(data, found, account, self.step)
+        metrics |= self.update.run(data, found, account, self.step, ahead)
         if metrics["train/optimizer_steps"]:
             metrics |= self._publish()
         account.check()

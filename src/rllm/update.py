@@ -11,6 +11,7 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from rllm.algorithms.correction import correct, kl_in_reward
 from rllm.algorithms.datums import build_datums
@@ -18,7 +19,16 @@ from rllm.algorithms.distillation import TokenAdvantages
 from rllm.algorithms.filters import without_signal
 from rllm.algorithms.grouping import Accounting
 from rllm.algorithms.schedules import rate_factor, warmup_length
-from rllm.backends.base import BASE, INITIAL_ADAPTER, AdamParams, Backend, Datum, Losses, PipelinedBackend
+from rllm.backends.base import (
+    BASE,
+    INITIAL_ADAPTER,
+    AdamParams,
+    Backend,
+    Datum,
+    Losses,
+    OverlappingBackend,
+    PipelinedBackend,
+)
 from rllm.collect import Collected
 from rllm.config.names import GROUP_RELATIVE
 from rllm.config.schema import Config
@@ -42,16 +52,23 @@ class PolicyUpdate:
     skipped_in_a_row: int = 0
     _passed: dict[str, Datum] = field(default_factory=dict)
 
-    def run(self, data: list[Datum], found: Collected, account: Accounting, step: int) -> dict[str, float]:
+    def run(
+        self, data: list[Datum], found: Collected, account: Accounting, step: int, ahead: Sequence[Datum] = ()
+    ) -> dict[str, float]:
         """Train on `data`, the rows of `found`. ``train/optimizer_steps`` says how many steps changed the weights: without rows, or
-        where no loss and gradient is finite, none, and ``train/skipped_steps`` is 1.
+        where no loss and gradient is finite, none, and ``train/skipped_steps`` is 1. `ahead`: rows of one optimizer step whose gradients
+        are there; if one of them is not as it stands in `data`, all are forgotten and trained again.
 
         Metrics of the loss are means over the optimizer steps, weighted by trained tokens; ``..._max`` is the largest.
         """
         a = self.config.algorithm
         metrics: dict[str, float] = {}
         owners = _owners(found) if data and self._needs_owners() else {}
-        epochs = [self._mini_batches(data, owners, step, epoch) for epoch in range(a.ppo_epochs if data else 0)]
+        if ahead:
+            data, ahead = self._without(data, ahead)
+            metrics["train/ahead_tokens"] = float(sum(row.n_trained for row in ahead))
+        trains = bool(data or ahead)
+        epochs = [self._mini_batches(data, owners, step, epoch) for epoch in range(a.ppo_epochs if trains else 0)]
         if data:
             several = sum(map(len, epochs)) > 1
             self._fill(epochs[0], own=self.needs_trainer(several), reference=a.kl_beta > 0)
@@ -60,14 +77,14 @@ class PolicyUpdate:
             epochs = [[rows for batch in epoch if (rows := _weighted(batch))] for epoch in epochs]
         params = adam_params(self.config, step, self.total)
         batches = [batch for epoch in epochs for batch in epoch]
-        done = [self._optimizer_step(batch, params) for batch in batches]
+        done = [self._optimizer_step(batch, params, ahead) for batch in batches]
         taken = [one for one in done if one is not None]
         metrics |= _mean_metrics(taken)
         metrics |= {"train/optimizer_steps": float(len(taken))}
         if len(taken) < len(done):
             metrics["train/nonfinite_steps"] = float(len(done) - len(taken))
             used = [row for batch, one in zip(batches, done, strict=True) if one is not None for row in batch]
-            rows = [row for batch in batches for row in batch]
+            rows = [row for batch in batches for row in batch] + list(ahead)
             _count_lost(owners or _owners(found), rows, used, account, "nonfinite")
         return metrics if taken else metrics | {"train/skipped_steps": 1.0}
 
@@ -100,6 +117,21 @@ class PolicyUpdate:
         if tokens:
             metrics["actor/kl_in_reward"] = 0.0 - math.fsum(penalties.values()) / a.kl_in_reward / tokens
         return shaped, metrics
+
+    def fill_ahead(self, rows: Sequence[Datum]) -> None:
+        """What the loss needs besides the policy's own log-probabilities, put into rows that are trained before the others are there."""
+        self._fill([list(rows)], own=False, reference=self.config.algorithm.kl_beta > 0)
+
+    def _without(self, data: list[Datum], ahead: Sequence[Datum]) -> tuple[list[Datum], Sequence[Datum]]:
+        """(rows left to train, rows that are) of all rows of a step."""
+        trained = {row.call: row for row in ahead}
+        rows = {row.call: row for row in data}
+        if len(rows) == len(data) and all(
+            call in rows and replace(row, ref_logprobs=[]) == rows[call] for call, row in trained.items()
+        ):
+            return [row for row in data if row.call not in trained], ahead
+        self.backend.discard_gradients()
+        return data, ()
 
     def _drops(self, role: str) -> bool:
         """Whether groups of `role` are dropped where their rewards do not differ."""
@@ -165,10 +197,12 @@ class PolicyUpdate:
         _count_lost(owners, data, _weighted(data), account, "off_policy")
         return {f"rollout_correction/{name}": value for name, value in metrics.items()}
 
-    def _optimizer_step(self, batch: MiniBatch, params: AdamParams) -> dict[str, float] | None:
+    def _optimizer_step(
+        self, batch: MiniBatch, params: AdamParams, ahead: Sequence[Datum] = ()
+    ) -> dict[str, float] | None:
         """One optimizer step; None if its loss or gradient is not finite, and nothing has then changed. Three such in a row end the
         run."""
-        metrics = self._train(batch, params)
+        metrics = self._train(batch, params, ahead)
         loss, norm = metrics.get("loss", 0.0), metrics["grad_norm"]
         if math.isfinite(norm):
             self.skipped_in_a_row = 0
@@ -181,10 +215,13 @@ class PolicyUpdate:
             )
         return None
 
-    def _train(self, batch: MiniBatch, params: AdamParams) -> dict[str, float]:
+    def _train(self, batch: MiniBatch, params: AdamParams, ahead: Sequence[Datum]) -> dict[str, float]:
         if isinstance(self.backend, PipelinedBackend):
             return self.backend.train_step(batch, self.loss, params)
-        metrics = self.backend.forward_backward(batch, self.loss)
+        if ahead:
+            metrics = cast(OverlappingBackend, self.backend).forward_backward(batch, self.loss, ahead)
+        else:
+            metrics = self.backend.forward_backward(batch, self.loss)
         if math.isfinite(metrics.get("loss", 0.0)):
             return metrics | self.backend.optim_step(params)
         self.backend.discard_gradients()

@@ -46,6 +46,7 @@ ASKS = {
         ["distill.teacher=default"],
         r"distill\.teacher=model: .*it can do endpoint",
     ),
+    "overlap": (False, ["trainer.overlap=true"], r"trainer\.overlap=true: .*leave it out"),
 }
 ABLE = Capabilities(
     full_finetuning=True,
@@ -60,6 +61,7 @@ ABLE = Capabilities(
     dtypes=frozenset({"float32", "bfloat16"}),
     quantization=frozenset({"none", "nf4"}),
     teachers=frozenset({"model", "endpoint"}),
+    overlap=True,
 )
 
 

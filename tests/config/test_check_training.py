@@ -85,6 +85,35 @@ from rllm.errors import ConfigError
         (["trainer.early_stop.target=0.5"], "trainer.early_stop.target does nothing without"),
         (["trainer.early_stop={metric: a, patience: 0}"], "greater than 0"),
         (["trainer.early_stop.mode=best"], "max | min"),
+        (
+            ["trainer.overlap=true", "algorithm.ppo_epochs=2"],
+            "trainer.overlap=true with algorithm.ppo_epochs=2: it makes several",
+        ),
+        (
+            ["trainer.overlap=true", "data.train_batch_size=8", "algorithm.mini_batch_size=4"],
+            "trainer.overlap=true with algorithm.mini_batch_size=4: it makes several",
+        ),
+        (
+            ["trainer.overlap=true", "algorithm.adv_estimator=reinforce_plus_plus_baseline"],
+            "trainer.overlap=true with algorithm.adv_estimator=reinforce_plus_plus_baseline: .*all rewards of the step",
+        ),
+        (
+            ["trainer.overlap=true", "algorithm.stepwise=per_step"],
+            "trainer.overlap=true with algorithm.stepwise=per_step",
+        ),
+        (
+            ["trainer.overlap=true", "algorithm.old_logprobs=trainer"],
+            "trainer.overlap=true with algorithm.old_logprobs=trainer",
+        ),
+        (
+            ["trainer.overlap=true", "algorithm.kl_in_reward=0.1"],
+            "trainer.overlap=true with algorithm.kl_in_reward=0.1: .*kl_beta",
+        ),
+        (["trainer.overlap=true", "distill.teacher=default"], "trainer.overlap=true with distill=on"),
+        (
+            ["trainer.overlap=true", "algorithm.rejection_sampling.enable=true"],
+            "trainer.overlap=true with algorithm.rejection_sampling.enable=true",
+        ),
         (["algorithm.ppo_epochs=0"], "greater than 0"),
         (["algorithm.mini_batch_size=0"], "greater than 0"),
         (["algorithm.mini_batch_size=2.5"], "valid integer"),

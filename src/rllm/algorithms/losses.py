@@ -182,26 +182,15 @@ def kl_terms(logprobs: Tensor, reference: Tensor, estimator: str = "k3") -> Tens
     return value.detach() + (slope - slope.detach())
 
 
-def token_weights(spec: LossSpec, row_tokens: Sequence[int]) -> list[float]:
+def token_weights(spec: LossSpec, row_tokens: Sequence[int], over: float | None = None) -> list[float]:
     """Weight of each trained token of each row, so that ``loss = sum over rows and tokens of weight * token loss``.
 
     `row_tokens` counts the trained tokens of every row of the whole optimizer step, so the result does not depend on
     micro-batches. With T tokens in R rows that have any, n in the row: ``token-mean`` 1 / T, ``token-sum`` 1,
     ``seq-mean-token-sum`` 1 / R, ``seq-mean-token-mean`` 1 / (R n), ``seq-mean-token-sum-norm`` 1 / (R norm). Rows without a
-    trained token count nowhere.
+    trained token count nowhere. `over` stands in for T or R, where the whole step is not known yet.
     """
-    if spec.aggregation not in AGGREGATIONS:
-        raise ConfigError(
-            f"algorithm.loss_agg_mode: unknown mode {spec.aggregation!r}; known are {', '.join(AGGREGATIONS)}"
-        )
-    if spec.aggregation == "token-sum":
-        return [float(n > 0) for n in row_tokens]
-    if spec.aggregation == "token-mean":
-        total = sum(row_tokens)
-        return [1.0 / total if n else 0.0 for n in row_tokens]
-    n_rows = sum(n > 0 for n in row_tokens)
-    if spec.aggregation == "seq-mean-token-mean":
-        return [1.0 / (n_rows * n) if n else 0.0 for n in row_tokens]
+    denominator = shared_denominator(spec, row_tokens) if over is None else over
     scale = 1.0
     if spec.aggregation == "seq-mean-token-sum-norm":
         if spec.norm is None or spec.norm <= 0:
@@ -210,4 +199,16 @@ def token_weights(spec: LossSpec, row_tokens: Sequence[int]) -> list[float]:
                 "above 0, such as the most tokens of a completion"
             )
         scale = spec.norm
-    return [1.0 / (n_rows * scale) if n else 0.0 for n in row_tokens]
+    own = spec.aggregation == "seq-mean-token-mean"
+    return [1.0 / (denominator * (n if own else scale)) if n else 0.0 for n in row_tokens]
+
+
+def shared_denominator(spec: LossSpec, row_tokens: Sequence[int]) -> float:
+    """What the weights of all tokens are divided by alike, in the notation of `token_weights`: T, R, or 1 for a plain sum."""
+    if spec.aggregation not in AGGREGATIONS:
+        raise ConfigError(
+            f"algorithm.loss_agg_mode: unknown mode {spec.aggregation!r}; known are {', '.join(AGGREGATIONS)}"
+        )
+    if spec.aggregation == "token-sum":
+        return 1.0
+    return float(sum(row_tokens) if spec.aggregation == "token-mean" else sum(n > 0 for n in row_tokens))

@@ -30,6 +30,7 @@ __all__ = [
     "LossSpec",
     "Losses",
     "OnToken",
+    "OverlappingBackend",
     "PipelinedBackend",
     "Probe",
     "SamplingParams",
@@ -224,6 +225,24 @@ class PipelinedBackend(Protocol):
         ...
 
 
+@runtime_checkable
+class OverlappingBackend(Protocol):
+    """A backend that can train rows of a step while it samples the others."""
+
+    tokens_at_once: int
+    """As many tokens are worth a call of `train_ahead`."""
+
+    def train_ahead(self, data: Sequence[Datum], loss: Losses) -> None:
+        """Accumulate gradients of rows of an optimizer step of which others are not there yet. May be called from another thread than
+        the trainer's while `sample` runs, one call at a time. `forward_backward` of the others with these as `ahead`, or
+        `discard_gradients`, must follow."""
+        ...
+
+    def forward_backward(self, data: Sequence[Datum], loss: Losses, ahead: Sequence[Datum] = ()) -> dict[str, float]:
+        """`Backend.forward_backward` of `data` and `ahead` together, the gradients of `ahead` being there."""
+        ...
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """One row of the capability table. `rllm doctor` prints it; `refuse_impossible` holds configs against it."""
@@ -240,6 +259,7 @@ class Capabilities:
     dtypes: frozenset[str]
     quantization: frozenset[str]
     teachers: frozenset[str]
+    overlap: bool
 
 
 LORA_OPTIONS: dict[str, str] = {
@@ -268,6 +288,7 @@ CAPABILITIES: dict[str, Capabilities] = {
         dtypes=frozenset({"float32", "bfloat16"}),
         quantization=frozenset({"none", "nf4"}),
         teachers=frozenset({"model", "endpoint"}),
+        overlap=True,
     ),
     "tinker": Capabilities(
         full_finetuning=False,
@@ -282,6 +303,7 @@ CAPABILITIES: dict[str, Capabilities] = {
         dtypes=frozenset({"auto"}),
         quantization=frozenset({"none"}),
         teachers=frozenset({"endpoint"}),
+        overlap=False,
     ),
     # verl 0.9.1 with FSDP and vLLM, whose max_lora_rank ends at 512. What it cannot do besides: `rllm.backends.verl.render.refuse`.
     "verl": Capabilities(
@@ -297,6 +319,7 @@ CAPABILITIES: dict[str, Capabilities] = {
         dtypes=frozenset({"float32", "bfloat16"}),
         quantization=frozenset({"none"}),
         teachers=frozenset(),
+        overlap=False,
     ),
 }
 
@@ -372,6 +395,14 @@ def refuse_impossible(config: Config, provenance: Mapping[str, str] | None = Non
         "algorithm.entropy_coeff",
         f"{config.algorithm.entropy_coeff:g}",
         "it tells the log-probabilities of given tokens only; set algorithm.entropy_coeff=0",
+    )
+    _require(
+        can.overlap or not config.trainer.overlap,
+        config,
+        provenance,
+        "trainer.overlap",
+        "true",
+        "its rows are trained when all of them are there; leave it out",
     )
     _require(
         can.top_p_in_training or config.rollout.top_p == 1.0,

@@ -32,6 +32,11 @@ class Sums:
         """A number that is reported as the sum over micro-batches."""
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
+    def scale(self, name: str, factor: float) -> None:
+        """Multiply what `add` has summed up."""
+        if name in self._sums:
+            self._sums[name] = self._sums[name] * factor
+
     def mean(self, name: str, values: Tensor) -> None:
         """Per-token numbers of which the mean over all tokens that have them is reported."""
         self.add(name, values.sum())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from rllm.config.names import GROUP_RELATIVE, LOSS_OPTIONS
+from rllm.config.names import GROUP_RELATIVE, LOSS_OPTIONS, WITHIN_GROUP
 from rllm.config.schema import Config, EarlyStopConfig, OptimConfig
 from rllm.config.schema_algorithm import (
     AlgorithmConfig,
@@ -29,6 +29,7 @@ def check_training(config: Config, refuse: Refuse) -> None:
     _check_lengths(config, refuse)
     _check_rewards(config, refuse)
     _check_early_stop(config, refuse)
+    _check_overlap(config, refuse)
 
 
 def _check_reference(config: Config, refuse: Refuse) -> None:
@@ -165,6 +166,27 @@ def _check_early_stop(config: Config, refuse: Refuse) -> None:
             f"trainer.early_stop.metric={stop.metric} with trainer.test_freq=0: nothing is validated during training; set "
             "trainer.test_freq to a number of steps",
         )
+
+
+def _check_overlap(config: Config, refuse: Refuse) -> None:
+    """A group can be trained before the others are there only where nothing it needs is known last."""
+    a = config.algorithm
+    if not config.trainer.overlap:
+        return
+    outside = sorted(a.estimators() - WITHIN_GROUP)
+    for needs_all, key, value, why in (
+        (makes_several_steps(config), "algorithm.mini_batch_size" if a.ppo_epochs == 1 else "algorithm.ppo_epochs",
+         a.mini_batch_size if a.ppo_epochs == 1 else a.ppo_epochs, "it makes several optimizer steps of a step"),
+        (bool(outside), "algorithm.adv_estimator", ", ".join(outside), "its advantages are known when all rewards of the step are"),
+        (a.stepwise == "per_step", "algorithm.stepwise", a.stepwise, "steps are rewarded by what all trajectories of the step have"),
+        (why_trainer_logprobs(config) is not None, "algorithm.old_logprobs", a.old_logprobs,
+         f"log-probabilities are computed before the update ({why_trainer_logprobs(config)})"),
+        (a.kl_in_reward > 0, "algorithm.kl_in_reward", a.kl_in_reward, "rewards are changed before the update; algorithm.kl_beta can be used"),
+        (a.rejection_sampling.enable, "algorithm.rejection_sampling.enable", "true", "which tasks are trained is known last"),
+        (config.distill.enabled, "distill", "on", "the teacher is asked when all episodes are there"),
+    ):  # fmt: skip
+        if needs_all:
+            raise refuse("trainer.overlap", f"trainer.overlap=true with {key}={value}: {why}; leave one of them out")
 
 
 def training_notes(config: Config) -> list[str]:

@@ -23,6 +23,8 @@ ESTIMATORS: dict[str, str] = {
 }
 GROUP_RELATIVE: set[str] = {"grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline"}
 """Estimators that compare inside a group: they need at least two, and learn nothing from equal rewards."""
+WITHIN_GROUP: set[str] = {"grpo", "dr_grpo", "rloo", "opo", "reinforce", "precomputed"}
+"""Estimators whose advantages depend on nothing outside of the group."""
 LOSSES: dict[str, str] = {
     "ppo_clip": "-min(ratio A, clip(ratio) A), dual clip",
     "importance_sampling": "-ratio A",

@@ -305,6 +305,11 @@ class TrainerConfig(Section):
     logger: list[str] = Field(
         default_factory=lambda: ["console"], description="console, tensorboard, wandb (metrics.jsonl is always written)"
     )
+    overlap: bool = Field(
+        default=False,
+        description="Train groups whose episodes are finished while others still run; the gradient is the same but for the order of "
+        "its sums",
+    )
     publish_tolerance: float | None = Field(
         default=None,
         gt=0,

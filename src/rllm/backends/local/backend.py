@@ -10,7 +10,8 @@ import importlib
 import json
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,9 @@ class LocalBackend:
         has_reference = config.algorithm.kl_beta or config.algorithm.kl_in_reward
         start = copy.deepcopy(model) if has_reference and not adapters else None
         self.learner = Learner(model, adapters, frozen=self._initial, start=start, teacher=teacher)
+        # Adapters in training stand around the base's weights, one at a time.
         self._scoring = threading.Lock()
+        self._side: torch.cuda.Stream | None = None
         self.policy_version = 0
         self.engine = self._create_engine(
             eos_ids=end_of_turn_ids(folder, tokenizer),
@@ -131,9 +134,32 @@ class LocalBackend:
             threading.Thread(target=importlib.import_module, args=("torch._dynamo",), daemon=True).start()
         return completion
 
-    def forward_backward(self, data: Sequence[Datum], loss: Losses) -> dict[str, float]:
+    def forward_backward(self, data: Sequence[Datum], loss: Losses, ahead: Sequence[Datum] = ()) -> dict[str, float]:
         with cores.turn():
-            return self.learner.forward_backward(data, loss)
+            return self.learner.forward_backward(data, loss, ahead)
+
+    @property
+    def tokens_at_once(self) -> int:
+        return self.learner.micro_batch_tokens
+
+    def train_ahead(self, data: Sequence[Datum], loss: Losses) -> None:
+        with self._scoring, cores.turn(), self._beside_sampling():
+            self.learner.train_ahead(data, loss)
+
+    @contextmanager
+    def _beside_sampling(self) -> Iterator[None]:
+        """What is computed in a ``with`` of this does not wait for what the sampler queues on the device, nor holds that up: its graphs have
+        priority."""
+        if self.model.device.type != "cuda":
+            yield
+            return
+        device = self.model.device
+        if self._side is None:
+            self._side = torch.cuda.Stream(device)
+        self._side.wait_stream(torch.cuda.default_stream(device))
+        with torch.cuda.stream(self._side):
+            yield
+        self._side.synchronize()
 
     def logprobs(
         self, data: Sequence[Datum], adapter: str | None = None, trained_only: bool = False

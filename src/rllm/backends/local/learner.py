@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rllm.algorithms.losses import token_weights
-from rllm.algorithms.spec import Losses, loss_of
+from rllm.algorithms.losses import shared_denominator, token_weights
+from rllm.algorithms.spec import Losses, LossSpec, loss_of
 from rllm.backends.base import (
     BASE,
     DEFAULT_ADAPTER,
@@ -87,6 +87,8 @@ class Learner:
         self._layers: LayerGraphs | None = None
         self._room: TrainingRoom | None = None
         self._gradients: dict[torch.nn.Parameter, Tensor] = {}
+        # What `train_ahead` has counted.
+        self._ahead = Sums()
         if isinstance(model, Decoder) and model.fused:
             from rllm.backends.local.cuda.graphs import LayerGraphs
             from rllm.backends.local.cuda.space import room_of
@@ -99,15 +101,34 @@ class Learner:
             return [p for adapter in self.adapters.values() for p in adapter.parameters()]
         return [self.masters.get(p, p) for p in self.model.parameters()]
 
-    def forward_backward(self, data: Sequence[Datum], loss: Losses) -> dict[str, float]:
+    def forward_backward(self, data: Sequence[Datum], loss: Losses, ahead: Sequence[Datum] = ()) -> dict[str, float]:
         """Add the gradient of ``sum of weight * token loss`` over all rows; see `Backend.forward_backward` and `algorithms.losses`.
 
-        Rows of different losses are weighed by all rows of `data`, so a mapping of equal losses is that one loss.
+        Rows of different losses are weighed by all rows, so a mapping of equal losses is that one loss. `ahead` are the rows of the same
+        step that `train_ahead` was called with: their gradients and metrics are there and only weighed anew.
         """
-        specs = {id(spec): spec for spec in (loss_of(loss, datum.role) for datum in data)}
+        counts = [datum.n_trained for datum in (*data, *ahead)]
+        over = {id(spec): shared_denominator(spec, counts) for spec in _specs((*data, *ahead), loss)}
+        sums, self._ahead = self._ahead, Sums()
+        if ahead:
+            (denominator,) = set(over.values())  # of all roles the same: they differ in the name of the loss only
+            for parameter in (*self.trainable(), *self.masters):
+                if parameter.grad is not None:
+                    parameter.grad.div_(denominator)
+            sums.scale("loss", 1.0 / denominator)
+        self._add_gradients(data, loss, over, sums)
+        return sums.metrics()
+
+    def train_ahead(self, data: Sequence[Datum], loss: Losses) -> None:
+        """Add the gradients of some rows of an optimizer step whose other rows are not there yet; by what all are divided is then left
+        open. `forward_backward` with all of them as `ahead` must follow, or `discard_gradients`."""
+        self._add_gradients(data, loss, {id(spec): 1.0 for spec in _specs(data, loss)}, self._ahead)
+
+    def _add_gradients(self, data: Sequence[Datum], loss: Losses, over: Mapping[int, float], sums: Sums) -> None:
+        """`over`: for each loss, by its id, what its weights are divided by alike."""
+        specs = {id(spec): spec for spec in _specs(data, loss)}
         counts = [datum.n_trained for datum in data]
-        weights = {key: token_weights(spec, counts) for key, spec in specs.items()}
-        sums = Sums()
+        weights = {key: token_weights(spec, counts, over[key]) for key, spec in specs.items()}
         finish = self._accumulate({datum.adapter for datum in data})
         for (adapter, key), rows in self._micro_batches(data, lambda d: (d.adapter, id(loss_of(loss, d.role)))):
             chosen = [data[i] for i in rows if counts[i]]
@@ -122,7 +143,6 @@ class Learner:
             total.backward()
             sums.add("loss", total.detach())
         finish()
-        return sums.metrics()
 
     def _accumulate(self, names: set[str]) -> Callable[[], None]:
         """Where the fused layers add up gradients themselves, make these adapters, or the weights, ready for that; what returns ends it."""
@@ -221,7 +241,8 @@ class Learner:
         return {"grad_norm": norm.item(), "lr": params.lr}
 
     def discard_gradients(self) -> None:
-        """Forget what `forward_backward` accumulated."""
+        """Forget what `forward_backward` and `train_ahead` accumulated."""
+        self._ahead = Sums()
         for parameter in (*self.trainable(), *self.masters):
             parameter.grad = None
 
@@ -350,6 +371,11 @@ class Learner:
             return self.start, None
         known = [*self.adapters, *self.frozen, BASE] if self.adapters else [DEFAULT_ADAPTER]
         raise KeyError(f"no adapter {adapter!r}; there are {', '.join(known)}")
+
+
+def _specs(data: Sequence[Datum], loss: Losses) -> list[LossSpec]:
+    """The loss of each row."""
+    return [loss_of(loss, datum.role) for datum in data]
 
 
 def _tokens_in_memory(model: LanguageModel) -> int:

@@ -117,6 +117,31 @@ def test_a_trained_adapter_is_published_and_exported_as_peft_reads_it(backend_of
     assert again.score(IDS[0].tolist()).logprobs == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "gemma2", "qwen3_moe", "phi3", "olmo2", "opt", "mamba"])
+def test_on_cuda_a_trained_policy_is_sampled_and_scored_as_trained(backend_of, tmp_path, kind, dtype):
+    lora = {"target_modules": ["query_key_value"]} if kind == "gpt_neox" else {}
+    backend = backend_of(kind, lora=lora, model={"device": "cuda", "dtype": dtype})
+    for seed in (1, 2, 3):
+        assert step(backend, seed)["grad_norm"] > 0
+    backend.publish()
+    probe = backend.probe()
+    assert probe.same_weights and probe.gap_max < (1e-3 if dtype == "float32" else 0.2)
+    answers = [
+        asyncio.run(backend.sample(PROMPT[:n], SamplingParams(max_tokens=12, temperature=1.0, seed=n)))
+        for n in (3, 11, 20)
+    ]
+    for n, answer in zip((3, 11, 20), answers, strict=True):
+        scored = backend.score(PROMPT[:n] + answer.ids).logprobs[n - 1 :]
+        assert answer.logprobs == pytest.approx(scored, abs=1e-3 if dtype == "float32" else 0.2)
+    backend.export_adapter(tmp_path / "adapter")
+    logprobs = torch.log_softmax(peft_logits(tmp_path / kind, tmp_path / "adapter"), -1)
+    expected = [logprobs[t, IDS[0, t + 1]].item() for t in range(39)]
+    assert backend.score(IDS[0].tolist()).logprobs == pytest.approx(expected, abs=5e-3 if dtype == "float32" else 0.3)
+
+
 @pytest.mark.parametrize("rank", [4, 0])
 def test_training_goes_on_from_a_saved_state_bit_for_bit(backend_of, tmp_path, rank):
     first = backend_of("gpt2", lora={"rank": rank})

@@ -186,7 +186,7 @@ def silu_mul_kernel(
         gate = _low_rank(gate, x, stride, 2 * SIZE, b, column, rows, inside, adapter, RANK, ADAPTERS, 2, 0, 2 * SIZE)
         up = _low_rank(up, x, stride, 2 * SIZE, b, SIZE + column, rows, inside, adapter, RANK, ADAPTERS, 2, 1, 2 * SIZE)
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    activated = gate / (1.0 + tl.exp(-gate))
     tl.store(out + rows[:, None] * SIZE + columns[None, :], (activated * up).to(dtype), mask=here)
 
 

@@ -148,7 +148,7 @@ def swiglu_kernel(x, out, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     dtype = out.dtype.element_ty
     gate = tl.load(x + row * 2 * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * SIZE + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
-    activated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
+    activated = gate * tl.sigmoid(gate)
     tl.store(out + row * out_stride + columns, (activated * up).to(dtype), mask=inside)
 
 
@@ -164,7 +164,7 @@ def swiglu_backward_kernel(grad, x, dx, dx_stride, again, SIZE: tl.constexpr, BL
     given = tl.load(grad + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
     s = tl.sigmoid(gate)
     activated = gate * s
-    tl.store(again + row * SIZE + columns, (activated.to(dtype).to(tl.float32) * up).to(dtype), mask=inside)
+    tl.store(again + row * SIZE + columns, (activated * up).to(dtype), mask=inside)
     tl.store(dx + row * dx_stride + columns, (given * up * (s + activated * (1.0 - s))).to(dtype), mask=inside)
     tl.store(dx + row * dx_stride + SIZE + columns, (given * activated).to(dtype), mask=inside)
 
