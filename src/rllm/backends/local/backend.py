@@ -6,6 +6,7 @@ Puts the parts together behind the `Backend` contract; the work is in model, eng
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import json
 import sys
@@ -42,8 +43,7 @@ from rllm.backends.local.language_model import LanguageModel
 from rllm.backends.local.learner import Learner, Policy
 from rllm.backends.local.loading import (
     end_of_turn_ids,
-    load_model,
-    load_tokenizer,
+    load_both,
     resolve_model,
     save_model,
     wanted_length,
@@ -111,8 +111,7 @@ class LocalBackend:
             raise ConfigError(problem)
         dtype = pick_dtype(config.model.dtype, device)
         folder = resolve_model(config.model.path)
-        tokenizer = load_tokenizer(folder)
-        model = load_model(folder, dtype, device, config.model.quantization, wanted_length(config))
+        tokenizer, model = load_both(folder, dtype, device, config.model.quantization, wanted_length(config))
         if len(tokenizer) > model.config.vocab_size:
             raise ModelError(
                 f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, the model {model.config.vocab_size}"
@@ -283,6 +282,11 @@ class LocalBackend:
 
     def close(self) -> None:
         self.engine.close()
+        self.learner.close()
+        if self.model.device.type == "cuda":
+            # The next run of this process wants the memory, whoever still holds this backend.
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def _trained(self) -> dict[str, Any]:
         """What must be the same for a saved state to fit."""

@@ -246,6 +246,11 @@ class Learner:
         for parameter in (*self.trainable(), *self.masters):
             parameter.grad = None
 
+    def close(self) -> None:
+        """Let go of what was made for the device; nothing is trained any more."""
+        self.discard_gradients()
+        self._layers = self._room = None
+
     def optimizer_state(self) -> list[dict[str, Any]]:
         """AdamW's state per trained tensor, in the order of `trainable()`; empty where a tensor was never stepped."""
         state = self.optimizer.state if self.optimizer else {}

@@ -200,7 +200,10 @@ class Decoder(LanguageModel):
         # Where the CUDA path keeps the adapter in training, around those weights.
         self.room: object = None
         self.fused = fused_path_missing(config, torch.device(device), dtype) is None
-        self.shares_prompts = not self.fused  # the CUDA kernels know sequences only
+
+    @property
+    def shares_prompts(self) -> bool:
+        return not self.fused  # the CUDA kernels know sequences only
 
     @property
     def path(self) -> str:

@@ -84,6 +84,13 @@ class CudaEngine(Engine):
         self._cached_pages = 0
         self._most_cached = int(pages * CACHED_SHARE)
 
+    def close(self) -> None:
+        super().close()
+        # Graphs first: they hold addresses of the others.
+        del self._step, self._prefill, self._state, self._bank, self._pool
+        self._prompts.clear()
+        self._steps.clear()
+
     def holds(self, name: str, pairs: LowRankPairs) -> bool:
         return super().holds(name, pairs) and self._bank.equals(name, pairs)
 
