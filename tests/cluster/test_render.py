@@ -6,7 +6,16 @@ import math
 import pytest
 
 from rllm.backends.base import refuse_impossible
-from rllm.backends.verl.render import LOAD_FORMAT, MERGE, MODEL, ROLLOUT, hydra_value, parameters_of, render
+from rllm.backends.verl.render import (
+    LOAD_FORMAT,
+    MERGE,
+    MODEL,
+    ROLLOUT,
+    hydra_value,
+    parameters_of,
+    positions_of,
+    render,
+)
 from rllm.config.load import load_config
 from rllm.errors import ConfigError
 
@@ -46,6 +55,20 @@ def test_without_flash_attention_the_slower_way_is_taken_and_told_unless_the_use
     assert any("FlashAttention is not installed" in note for note in without.notes)
     own = resolved(f"verl.+{attention}=eager").config
     assert render(own, "/m", 7, "/r", 1e9, flash_attention=False).values[f"+{attention}"] == "eager"
+
+
+def test_sequences_are_no_longer_than_the_model_has_positions(tmp_path):
+    limits = ("data.max_prompt_length=900", "data.max_response_length=300")
+    longest = f"{ROLLOUT}.max_model_len"
+    for positions, expected in ((None, 1200), (4096, 1200), (1024, 1024)):
+        assert render(resolved(*limits).config, "/m", 7, "/r", positions=positions).values[longest] == expected
+    own = resolved(*limits, "model.max_model_len=1100", "model.path=small").config
+    assert render(own, "/m", 7, "/r", positions=1100).values[longest] == 1100
+    with pytest.raises(ConfigError, match=r"model.max_model_len=1100: small can do at most 1024 tokens"):
+        render(own, "/m", 7, "/r", positions=1024)
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 1024}}))
+    assert positions_of(tmp_path) == 1024
+    assert positions_of(tmp_path / "none") is None
 
 
 def test_full_fine_tuning_renders_no_adapter():

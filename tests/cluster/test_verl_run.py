@@ -35,6 +35,13 @@ def result_of(done):
     )
 
 
+def generated_in(folder, step):
+    """Tokens that the training episodes of `step` sampled, by the episodes' own file."""
+    lines = (json.loads(line) for line in (folder / "episodes.jsonl").read_text().splitlines())
+    episodes = [line for line in lines if line["step"] == step and line["split"] == "train"]
+    return sum(len(call["response_ids"]) for e in episodes for t in e["trajectories"] for call in t["steps"])
+
+
 def metrics_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -63,6 +70,8 @@ def test_adapter_mode_on_two_ranks_trains_publishes_saves_and_goes_on(tmp_path):
         )  # float32 on both sides: the sampler has the trained policy, adapter and all
         assert step["samples/generated"] == step["samples/trained"]
         assert {"critic/score/mean", "batch/judge_acc", "timing_s/rollout", "timing_s/publish"} <= step.keys()
+        assert step["perf/generated_tokens"] == generated_in(run, step["step"]) > 0
+        assert step["perf/tokens_per_s"] == pytest.approx(step["perf/generated_tokens"] / step["timing_s/step"])
     rewarded = [step for step in steps if step["critic/score/mean"] > 0]
     assert rewarded and all(step["actor/grad_norm"] > 0 and step["actor/loss"] != 0 for step in rewarded)
     tensors = load_file(run / "adapter" / "adapter_model.safetensors")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rllm.backends.verl.install import require_verl
-from rllm.backends.verl.render import ROLLOUT, Rendered, hydra_value, parameters_of, render
+from rllm.backends.verl.render import ROLLOUT, Rendered, hydra_value, parameters_of, positions_of, render
 from rllm.cluster.job import Job
 from rllm.cluster.tasks import write_tasks
 from rllm.config.load import Resolved
@@ -61,7 +61,11 @@ def train_on_verl(
             "batch that is not full: lower the batch size, or give more tasks"
         )
     model = resolve_model(config.model.path)
-    facts = {"parameters": parameters_of(model), "flash_attention": importlib.util.find_spec("flash_attn") is not None}
+    facts: dict[str, Any] = {
+        "parameters": parameters_of(model),
+        "positions": positions_of(model),
+        "flash_attention": importlib.util.find_spec("flash_attn") is not None,
+    }
     rendered = render(config, str(model), steps, "run", **facts)
     check_against_verl(rendered)  # before there is a folder
     folder = _folder(resolved)

@@ -48,7 +48,6 @@ _SAME = {
     "timing_s/rollout": "timing_s/gen",
     "timing_s/update": "timing_s/update_actor",
     "timing_s/publish": "timing_s/update_weights",
-    "perf/tokens_per_s": "perf/throughput",
 }
 
 
@@ -149,7 +148,9 @@ class FlowTrainer(PPOTrainerSync):
         found.account.check()
         self.account.add(found.account)
         self._rows = {row.call: row for row in data}
+        tokens = sum(len(s.response_ids) for e in episodes for t in e.trajectories for s in t.steps)
         self._told = found.metrics(config) | found.account.to_metrics() | counts
+        self._told["perf/generated_tokens"] = float(tokens)
         return dict(self._told)
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
@@ -246,6 +247,9 @@ class FlowTrainer(PPOTrainerSync):
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
         metrics |= self._told  # verl's critic/score counts rows; ours, of the same name, trajectories
         metrics |= {ours: metrics[theirs] for ours, theirs in _SAME.items() if theirs in metrics}
+        # verl's perf/throughput counts the tokens of prompts too
+        for name, timing in (("perf/tokens_per_s", "timing_s/step"), ("perf/rollout_tokens_per_s", "timing_s/rollout")):
+            metrics[name] = metrics["perf/generated_tokens"] / max(metrics[timing], 1e-9)
         metrics["policy_version"] = float(global_steps)
         self.completed = global_steps
         line = {

@@ -105,16 +105,19 @@ def render(
     folder: str,
     parameters: float | None = None,
     flash_attention: bool = True,
+    positions: int | None = None,
 ) -> Rendered:
-    """Overrides for verl's ``main_ppo``. `model`: folder or hub id; `steps`: of the whole run; `folder`: of the run; `parameters`: of the
-    model, as far as they are known; `flash_attention`: whether it is installed where the run starts. What the user set in verl's own words comes last, so it wins."""
+    """Overrides for verl's ``main_ppo``. `model`: folder or hub id; `steps`: of the whole run; `folder`: of the run; `parameters` and
+    `positions`: of the model, as far as they are known; `flash_attention`: whether it is installed where the run starts. What the user set
+    in verl's own words comes last, so it wins. Raises `ConfigError` for what verl or the model cannot do."""
     refuse(config)
+    longest = _longest(config, positions)
     done = Rendered()
     for part in (
         _model(config, model),
         _data(config),
-        _rollout(config),
-        _actor(config),
+        _rollout(config, longest),
+        _actor(config, longest),
         _trainer(config, steps, folder),
     ):
         done.values |= part
@@ -194,30 +197,35 @@ def _data(config: Config) -> dict[str, Any]:
     }
 
 
-def _rollout(config: Config) -> dict[str, Any]:
-    r, longest = config.rollout, config.rollout.max_tokens or config.data.max_response_length
-    values = {
+def _longest(config: Config, positions: int | None) -> int:
+    """Tokens of the longest sequence: what the config says, or prompt and response limits as far as the model's positions go."""
+    wanted = config.model.max_model_len
+    if wanted is not None and positions is not None and wanted > positions:
+        raise ConfigError(f"model.max_model_len={wanted}: {config.model.path} can do at most {positions} tokens")
+    both = config.data.max_prompt_length + (config.rollout.max_tokens or config.data.max_response_length)
+    return wanted or min(both, positions or both)
+
+
+def _rollout(config: Config, longest: int) -> dict[str, Any]:
+    r = config.rollout
+    return {
         f"{ROLLOUT}.name": "vllm",
         f"{ROLLOUT}.mode": "async",
         f"{ROLLOUT}.n": r.n,
         f"{ROLLOUT}.temperature": r.temperature,
         f"{ROLLOUT}.top_p": 1.0,
         f"{ROLLOUT}.max_num_seqs": r.max_batch,
-        f"{ROLLOUT}.max_model_len": config.model.max_model_len or config.data.max_prompt_length + longest,
+        f"{ROLLOUT}.max_model_len": longest,  # vLLM refuses more than the model has positions
         f"{ROLLOUT}.tensor_model_parallel_size": 1,
         f"{ROLLOUT}.calculate_log_probs": True,
         f"{ROLLOUT}.val_kwargs.n": r.n_val,
         f"{ROLLOUT}.val_kwargs.temperature": r.temperature if r.val_temperature is None else r.val_temperature,
         f"{ROLLOUT}.seed": config.trainer.seed,
     }
-    return values
 
 
-def _actor(config: Config) -> dict[str, Any]:
+def _actor(config: Config, longest: int) -> dict[str, Any]:
     a, o = config.algorithm, config.optim
-    longest = config.model.max_model_len or config.data.max_prompt_length + (
-        config.rollout.max_tokens or config.data.max_response_length
-    )
     kl = a.kl_beta > 0 and a.reference != "none"
     values: dict[str, Any] = {
         f"{ACTOR}.optim.lr": o.lr,
@@ -280,9 +288,8 @@ def _trainer(config: Config, steps: int, folder: str) -> dict[str, Any]:
 def preview(config: Config) -> str:
     """What verl would be given, for people to read: nothing is loaded, so the steps and the folder of the run are still open."""
     model = config.model.path
-    done = render(
-        config, model, config.trainer.total_steps or 0, f"{config.trainer.run_dir}/RUN", parameters_of(Path(model))
-    )
+    facts: dict[str, Any] = {"parameters": parameters_of(Path(model)), "positions": positions_of(Path(model))}
+    done = render(config, model, config.trainer.total_steps or 0, f"{config.trainer.run_dir}/RUN", **facts)
     return "\n".join(["", "# for verl 0.9.1", *(f"# {note}" for note in done.notes), *done.overrides()])
 
 
@@ -319,11 +326,7 @@ def _escaped(text: str) -> str:
 
 def parameters_of(folder: Path) -> float | None:
     """Parameters of a dense decoder by its config.json; infinity for a mixture of experts; None where that does not tell."""
-    try:
-        about = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return None
-    about = about.get("text_config", about)
+    about = _about(folder)
     if any(about.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         return math.inf
     names = ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size", "num_attention_heads")
@@ -334,3 +337,17 @@ def parameters_of(folder: Path) -> float | None:
     attention = 2 * hidden * width * (heads + (about.get("num_key_value_heads") or heads))
     embeddings = words * hidden * (1 if about.get("tie_word_embeddings") else 2)
     return float(layers * (attention + 3 * hidden * inner) + embeddings)
+
+
+def positions_of(folder: Path) -> int | None:
+    """How many tokens a model may see at once by its config.json, where that tells."""
+    found = _about(folder).get("max_position_embeddings")
+    return found if isinstance(found, int) else None
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    try:
+        about = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return about.get("text_config", about)
