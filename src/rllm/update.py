@@ -18,7 +18,16 @@ from rllm.algorithms.distillation import TokenAdvantages
 from rllm.algorithms.filters import without_signal
 from rllm.algorithms.grouping import Accounting
 from rllm.algorithms.schedules import rate_factor, warmup_length
-from rllm.backends.base import BASE, INITIAL_ADAPTER, AdamParams, Backend, Datum, Losses, PipelinedBackend
+from rllm.backends.base import (
+    BASE,
+    INITIAL_ADAPTER,
+    MAX_SKIPPED_STEPS,
+    AdamParams,
+    Backend,
+    Datum,
+    Losses,
+    PipelinedBackend,
+)
 from rllm.collect import Collected
 from rllm.config.names import GROUP_RELATIVE
 from rllm.config.schema import Config
@@ -26,7 +35,6 @@ from rllm.errors import DataError, RunError
 from rllm.rollouts.batch import stable_seed
 from rllm.types import Trajectory, TrajectoryGroup
 
-MAX_SKIPPED_STEPS = 3
 MiniBatch = list[Datum]
 
 
