@@ -19,8 +19,10 @@ import rllm
 from rllm.backends.base import BASE, INITIAL_ADAPTER, SamplingParams
 from rllm.backends.local.backend import LocalBackend
 from rllm.backends.tinker import connection
+from rllm.config.load import load_config
 from rllm.data.countdown import countdown
 from rllm.errors import ConfigError, ModelError, RunError
+from rllm.evaluation import evaluate
 from rllm.lora.files import read_adapter
 from rllm.rollouts.batch import Rollouts
 
@@ -166,6 +168,18 @@ def test_what_the_server_refuses_leaves_no_folder(served: Served, tmp_path: Path
         with pytest.raises(ConfigError, match=told):
             train(tmp_path, served.url, lora=lora)
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_evaluation_is_the_local_one_and_takes_no_adapter(served: Served, trained: Path) -> None:
+    def result(backend: dict[str, Any], **more: Any) -> dict[str, Any]:
+        config = {"data": SMALL["data"], "rollout": {"max_concurrency": 1, "reward_workers": 0}, **backend}
+        parts = {"agent_flow": one_call, "evaluator": by_length, "dataset": countdown("val", 4)}
+        return evaluate(config=load_config(base=config, training=False), **parts, **more)
+
+    tinker = {"backend": "tinker", "tinker": {"base_url": served.url}}
+    assert result(tinker)["metrics"] == result({"model": {"device": "cpu", "dtype": "float32"}})["metrics"]
+    with pytest.raises(ConfigError, match=r"^--adapter .*/adapter with backend=tinker: .* leave backend out"):
+        result(tinker, adapter=str(trained / "adapter"))
 
 
 def test_roles_have_runs_of_their_own(served: Served, tmp_path: Path) -> None:
