@@ -109,6 +109,18 @@ def test_a_server_of_something_else_is_told_from_a_tinker_server(odd_server: Any
     assert "version is too old" in refused(odd_server(healthy | {config: (400, b'{"error": "version is too old"}')}))
 
 
+def test_a_server_that_makes_no_session_is_given_up_at_once_when_its_time_is_over(
+    odd_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The SDK goes on trying for minutes, and holds the lock meanwhile that its end would need."""
+    monkeypatch.setattr(connection, "START_S", 2.0)
+    doors = {"/api/v1/healthz": (200, b"{}"), "/api/v1/client/config": (200, b"{}")}
+    url = odd_server(doors | {"/api/v1/create_session": (503, b'{"error": "full"}')})
+    began = time.monotonic()
+    assert "model.path=default" in (told := refused(url)) and "did not do it within 2 s" in told
+    assert time.monotonic() - began < 8
+
+
 def test_a_wrong_key_and_none_at_all_are_told(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-wrong-key")
     assert "refuses the API key in $TINKER_API_KEY" in refused(served.url)

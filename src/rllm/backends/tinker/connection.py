@@ -118,7 +118,7 @@ def _told(answer: httpx.Response) -> str:
         text = str(body.get("error") or body.get("detail") or body) if isinstance(body, dict) else str(body)
     except ValueError:
         text = answer.text
-    return " ".join(text.split())[:300] or "no message"
+    return "".join(c for c in " ".join(text.split()) if c.isprintable())[:300] or "no message"
 
 
 class Pulse:
@@ -238,12 +238,16 @@ class Connection:
         """End the session, saying how it went, and the SDK's tasks for it; a server that does not answer is not waited for."""
         kind = sys.exc_info()[0]
         how = "success" if kind is None else "errored" if issubclass(kind, Exception) else "interrupted"
-        ending = self.client.close(how).future()
-        with contextlib.suppress(Exception):
-            ending.result(timeout=CLOSE_S if self.pulse.silent_since is None else DROP_S)
-        # Where it could not be told the SDK would try for minutes; cancelled, it drops the session and its heartbeat.
-        ending.cancel()
         self.pulse.close()
+        limit = CLOSE_S if self.pulse.silent_since is None else DROP_S
+        # In a thread: while the SDK still tries to make the session, for minutes, even asking for its end blocks.
+        asked = _in_thread(lambda: self.client.close(how).future())
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            ending = asked.result(timeout=DROP_S)
+            with contextlib.suppress(Exception):
+                ending.result(timeout=limit)
+            # Where it could not be told the SDK would try for minutes; cancelled, it drops the session and its heartbeat.
+            ending.cancel()
 
 
 def _line(error: BaseException) -> str:
