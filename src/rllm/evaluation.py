@@ -65,6 +65,11 @@ def evaluate(
         raise ConfigError(
             "rollout.reasoning=split has no meaning with --base-url: the endpoint decides where it tells thoughts; leave it out"
         )
+    if adapter is not None and resolved.config.backend == "tinker":
+        raise ConfigError(
+            f"--adapter {adapter} with backend=tinker: a server of Tinker's API takes no adapter files; leave backend out to evaluate the "
+            "folder on this machine"
+        )
     config = _for_evaluation(resolved.config, adapter, ks)
     tasks = dataset_of(dataset, config.data.val_files, "val", config)
     if tasks is None:

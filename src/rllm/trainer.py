@@ -106,10 +106,11 @@ class AgentTrainer:
         backend = self._given_backend or create_backend(self.config)
         runner_parts = (self.flow, self.workflow_class, self.workflow_args, self.evaluator)
         try:
-            # Not before there is a backend: what is refused leaves no folder, and `latest` where it was.
-            folder = RunFolder.create(self.resolved) if resumed is None else None
             if resumed is not None:
                 backend.load_state(resumed.state)
+            facts = backend.describe()  # the last that can refuse: a server makes its training runs for it
+            # Not before there is a backend: what is refused leaves no folder, and `latest` where it was.
+            folder = RunFolder.create(self.resolved) if resumed is None else None
             distiller = Distiller.of(self.config, backend)
             with Rollouts(backend, self.config, *runner_parts) as rollouts:
                 if folder is None:  # only now, since what does not fit must change nothing
@@ -118,7 +119,7 @@ class AgentTrainer:
                 run = _Run(self, folder, backend, rollouts, started, distiller)
                 if resumed is not None:
                     run.go_on_after(resumed.progress)
-                return run.run()
+                return run.run(facts)
         finally:
             if self._given_backend is None:
                 backend.close()
@@ -163,11 +164,12 @@ class _Run:
         for _ in range(self.drawn):
             next(self.batches)
 
-    def run(self) -> dict[str, Any]:
+    def run(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """To the end; `facts` are what the backend says of itself."""
         config = self.trainer.config
         total, validated = self.total, {}
         notes = [*self.trainer.resolved.notes, *self.rollouts.runner.notes]
-        facts = self.backend.describe() | {"notes": [*notes, self.distiller.note] if self.distiller else notes}
+        facts = facts | {"notes": [*notes, self.distiller.note] if self.distiller else notes}
         for tracker in self.trackers:
             tracker.start(facts, total)
         try:

@@ -22,6 +22,7 @@ from rllm.algorithms.schedules import rate_factor, warmup_length
 from rllm.backends.base import (
     BASE,
     INITIAL_ADAPTER,
+    MAX_SKIPPED_STEPS,
     AdamParams,
     Backend,
     Datum,
@@ -36,7 +37,6 @@ from rllm.errors import DataError, RunError
 from rllm.rollouts.batch import stable_seed
 from rllm.types import Trajectory, TrajectoryGroup
 
-MAX_SKIPPED_STEPS = 3
 MiniBatch = list[Datum]
 
 

@@ -101,6 +101,9 @@ class AdamParams:
     grad_clip: float = 1.0
 
 
+MAX_SKIPPED_STEPS = 3
+"""Optimizer steps in a row that may change nothing, because loss or gradient is not finite, before a run ends."""
+
 PROBE_TEXTS = ("The sum of 17 and 25 is", "One of the solutions is right:")
 """The prompts of `Backend.probe`."""
 PROBE_TOKENS = 8

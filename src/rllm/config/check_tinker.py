@@ -8,17 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from rllm.config.schema import Config
+from rllm.config.schema_tinker import TinkerConfig
+from rllm.config.section import not_default
 
 DUAL_CLIP_LOSSES = {"ppo_clip", "gspo"}
 
 
 def check_tinker(config: Config, refuse: Callable[[str, str], Exception]) -> None:
-    """An address that nobody uses is a backend that was forgotten."""
-    url = config.tinker.base_url
-    if url is not None and config.backend != "tinker":
+    """Settings of a server that nobody asks are a backend that was forgotten."""
+    if config.backend == "tinker":
+        return
+    for name in not_default(config.tinker, TinkerConfig()):
+        key = f"tinker.{name}"
         raise refuse(
-            "tinker.base_url",
-            f"tinker.base_url={url}: nothing of it is used with backend={config.backend}; set backend=tinker, or leave it out",
+            key,
+            f"{key}={getattr(config.tinker, name)}: nothing of it is used with backend={config.backend}; set backend=tinker, or leave it out",
         )
 
 

@@ -59,7 +59,7 @@ REFUSED_ESTIMATORS: dict[str, str] = {
 }
 REFUSED_LOSSES: dict[str, str] = dict.fromkeys(
     ("clip_cov", "kl_cov", "geo_mean", "sapo", "gpg", "dppo_tv", "dppo_kl", "bypass_mode"), "not built"
-)
+) | {"stable_reinforce": "a loss of the hosted Tinker service whose formula is not published (docs/tinker.md)"}
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as `max_lora_rank`."""

@@ -1,1 +1,1 @@
-from tinker_server import backend, sdk, served  # noqa: F401 - fixtures
+from tinker_server import backend, no_session_left, sdk, served  # noqa: F401 - fixtures

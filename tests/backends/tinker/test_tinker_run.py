@@ -19,8 +19,10 @@ import rllm
 from rllm.backends.base import BASE, INITIAL_ADAPTER, SamplingParams
 from rllm.backends.local.backend import LocalBackend
 from rllm.backends.tinker import connection
+from rllm.config.load import load_config
 from rllm.data.countdown import countdown
 from rllm.errors import ConfigError, ModelError, RunError
+from rllm.evaluation import evaluate
 from rllm.lora.files import read_adapter
 from rllm.rollouts.batch import Rollouts
 
@@ -158,6 +160,28 @@ def test_a_state_goes_on_only_as_it_was_begun(trained: Path, served: Served, tmp
         train(tmp_path, served.url, lora={"rank": 8}, trainer={"total_steps": 5, "resume": str(trained)})
 
 
+def test_what_the_server_refuses_leaves_no_folder(served: Served, tmp_path: Path) -> None:
+    for lora, told in (
+        ({"rank": 513}, "this server takes 1 to 512"),
+        ({"train_attn": False, "train_mlp": False}, "no module"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            train(tmp_path, served.url, lora=lora)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_evaluation_is_the_local_one_and_takes_no_adapter(served: Served, trained: Path) -> None:
+    def result(backend: dict[str, Any], **more: Any) -> dict[str, Any]:
+        config = {"data": SMALL["data"], "rollout": {"max_concurrency": 1, "reward_workers": 0}, **backend}
+        parts = {"agent_flow": one_call, "evaluator": by_length, "dataset": countdown("val", 4)}
+        return evaluate(config=load_config(base=config, training=False), **parts, **more)
+
+    tinker = {"backend": "tinker", "tinker": {"base_url": served.url}}
+    assert result(tinker)["metrics"] == result({"model": {"device": "cpu", "dtype": "float32"}})["metrics"]
+    with pytest.raises(ConfigError, match=r"^--adapter .*/adapter with backend=tinker: .* leave backend out"):
+        result(tinker, adapter=str(trained / "adapter"))
+
+
 def test_roles_have_runs_of_their_own(served: Served, tmp_path: Path) -> None:
     train(
         tmp_path, served.url, steps=1, lora={"per_role": {"solver": {}, "judge": {"rank": 2}}}, trainer={"save_freq": 1}
@@ -207,7 +231,9 @@ def test_the_flags_say_which_layers_are_adapted(served: Served, monkeypatch: pyt
         assert {name.rpartition(".")[2] for name in names} == layers and run.spec.alpha == 8 and run.spec.seed == 3
         client.close()
     with pytest.raises(ConfigError, match="leaves no module to train"):
-        tinker_backend(monkeypatch, served.url, "lora.train_attn=false", "lora.train_mlp=false").describe()
+        client = tinker_backend(monkeypatch, served.url, "lora.train_attn=false", "lora.train_mlp=false")
+        client.describe()
+    client.close()
 
 
 def test_a_server_that_dies_among_the_rollouts_ends_the_run_with_how_to_go_on(

@@ -1,1 +1,1 @@
-from tinker_server import backend, client, sdk, served, training  # noqa: F401 - fixtures
+from tinker_server import backend, client, no_session_left, sdk, served, training  # noqa: F401 - fixtures

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from tinker_server import KEY, Served, datum
+from tinker_server import KEY, Served, datum, drop
 
 from rllm.errors import UserError
 from rllm.serve.tinker.store import FOLDERS, Store
@@ -182,6 +182,7 @@ def test_after_a_restart_checkpoints_samplers_and_results_of_saves_are_there(
     told = first.result(reply)
     port = first.server.port
     first.close()
+    drop(client)
 
     second = Served(backend, tmp_path)
     try:
@@ -201,6 +202,7 @@ def test_after_a_restart_checkpoints_samplers_and_results_of_saves_are_there(
         gone = second.http.post("/optim_step", json={"model_id": training.model_id, "adam_params": {}})
         assert gone.status_code == 404 and "/weights/last" in gone.json()["error"]
         assert port != second.server.port
+        other.close("success").result(timeout=20)
     finally:
         second.close()
 

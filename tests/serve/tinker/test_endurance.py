@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
@@ -152,7 +153,7 @@ def test_a_client_goes_on_sampling_when_its_killed_server_comes_back(sdk: Any, t
     server.start()
     client = sdk.ServiceClient(base_url=server.url, api_key=KEY)
     training = client.create_lora_training_client("default", rank=4, seed=1).result(timeout=60)
-    training.forward_backward([_row(sdk, random.Random(1))], "cross_entropy")
+    training.forward_backward([_row(sdk, random.Random(1), 30)], "cross_entropy")
     training.optim_step(sdk.AdamParams(learning_rate=1e-2)).result(timeout=60)
     samplers = [training.save_weights_and_get_sampling_client().result(timeout=60)]
     path = training.save_weights_for_sampler("kept").result(timeout=60).path
@@ -166,6 +167,7 @@ def test_a_client_goes_on_sampling_when_its_killed_server_comes_back(sdk: Any, t
     assert [future.result(timeout=120).sequences[0].tokens for future in asked] == [wanted] * 16
     with pytest.raises(Exception, match="of an earlier start of this server"):
         training.optim_step(sdk.AdamParams()).result(timeout=60)
+    client.close("success").result(timeout=20)
     server.kill()
 
 
@@ -180,9 +182,9 @@ def train_body(model: str) -> dict[str, Any]:
 def test_eight_clients_of_three_adapters_each_train_and_sample_fairly_for_long(
     sdk: Any, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """RLLM_SOAK_S seconds (60 unless told)."""
+    """RLLM_SOAK_S seconds (60 unless told). All send rows of the same lengths, so that equal shares of time are equal numbers of steps."""
     monkeypatch.setattr(served.service.pool, "most_bytes", 32 * 2**20)  # full from early on, so that growth is a leak
-    rounds, failures = [0] * 8, []
+    steps, failures = [0] * 8, []
     stop = time.monotonic() + SOAK_S
 
     def live(number: int) -> None:
@@ -190,18 +192,18 @@ def test_eight_clients_of_three_adapters_each_train_and_sample_fairly_for_long(
         try:
             client = sdk.ServiceClient(base_url=served.url, api_key=KEY)
             runs = [client.create_lora_training_client("default", rank=2**i, seed=i).result(60) for i in (1, 2, 3)]
-            while time.monotonic() < stop:
-                for training in runs:
-                    start = rng.randrange(500)
-                    rows = [_row(sdk, rng) for _ in range(4)]
-                    future = training.forward_backward(rows, "cross_entropy")
-                    training.optim_step(sdk.AdamParams(learning_rate=1e-4)).result(120)
-                    future.result(120)
-                    sampler = training.save_weights_and_get_sampling_client().result(120)
-                    params = sdk.SamplingParams(max_tokens=16, stop=[])
-                    got = sampler.sample(sdk.ModelInput.from_ints([start % 640]), 4, params).result(120)
-                    assert [len(s.tokens) for s in got.sequences] == [16] * 4
-                rounds[number] += 1
+            for training in itertools.cycle(runs):
+                if time.monotonic() > stop:
+                    break
+                rows = [_row(sdk, rng, length) for length in (10, 25, 40, 60)]
+                future = training.forward_backward(rows, "cross_entropy")
+                training.optim_step(sdk.AdamParams(learning_rate=1e-4)).result(120)
+                future.result(120)
+                sampler = training.save_weights_and_get_sampling_client().result(120)
+                params = sdk.SamplingParams(max_tokens=16, stop=[])
+                got = sampler.sample(sdk.ModelInput.from_ints([rng.randrange(640)]), 4, params).result(120)
+                assert [len(s.tokens) for s in got.sequences] == [16] * 4
+                steps[number] += 1
             client.close("success").result(timeout=30)
         except Exception as error:
             failures.append(f"client {number}: {type(error).__name__}: {error}")
@@ -215,12 +217,12 @@ def test_eight_clients_of_three_adapters_each_train_and_sample_fairly_for_long(
     late = psutil.Process().memory_info().rss
     for thread in threads:
         thread.join(180)
-    print(f"rounds {rounds}, MiB {early / 2**20:.0f} and {late / 2**20:.0f}")
-    assert not failures and min(rounds) > 0
-    assert max(rounds) / min(rounds) <= 1.5, rounds
+    print(f"steps {steps}, MiB {early / 2**20:.0f} and {late / 2**20:.0f}")
+    assert not failures and min(steps) > 0
+    assert max(steps) / min(steps) <= 1.5, steps
     assert late < early * 1.25 + 64 * 2**20, (early, late)
 
 
-def _row(sdk: Any, rng: random.Random) -> Any:
-    start, length = rng.randrange(500), rng.randint(5, 60)
+def _row(sdk: Any, rng: random.Random, length: int) -> Any:
+    start = rng.randrange(500)
     return datum(sdk, range(start, start + length), weights=[1.0] * (length - 1))

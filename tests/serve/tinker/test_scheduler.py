@@ -30,6 +30,24 @@ def test_a_tenant_with_many_jobs_does_not_hold_up_one_with_few() -> None:
     assert done.index("few") <= 2 and [i for i, name in enumerate(done) if name == "few"][-1] < 14
 
 
+def test_one_that_comes_anew_while_another_is_at_work_does_not_go_before_it_for_long() -> None:
+    scheduler, done, gate = Scheduler(), [], threading.Event()
+    scheduler.submit("old", lambda: time.sleep(0.5)).result(timeout=10)
+    scheduler.submit("old", gate.wait)
+    time.sleep(0.05)  # under way, so nobody waits when the new one comes
+
+    def job(name: str) -> None:
+        time.sleep(0.01)
+        done.append(name)
+
+    futures = [scheduler.submit(name, lambda name=name: job(name)) for name in ["new"] * 10 + ["old"] * 10]
+    gate.set()
+    for future in futures:
+        future.result(timeout=10)
+    scheduler.close()
+    assert done.index("old") < 8, done
+
+
 def test_time_is_shared_evenly_whatever_jobs_cost() -> None:
     scheduler = Scheduler()
     jobs = {"long": 0.02, "short": 0.002}

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+import sys
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,6 +83,28 @@ def sdk() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip("tinker", reason="the tinker SDK is not installed; it comes with the dev extra")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_session_left() -> Iterator[None]:
+    """A session that nobody ends is kept alive by the SDK for as long as the process lives, in a thread of its own."""
+    yield
+    if "tinker" not in sys.modules:
+        return
+    from tinker.lib.internal_client_holder import _internal_client_holder_thread_singleton as sdk_thread
+
+    loop, end = sdk_thread.loop_if_started(), time.monotonic() + 5
+    while loop is not None and (left := [t for t in asyncio.all_tasks(loop) if "_session_heartbeat" in repr(t)]):
+        assert time.monotonic() < end, f"sessions that were not ended: {left}"
+        time.sleep(0.05)
+
+
+def drop(client: Any) -> None:
+    """End the session of a client whose server is gone: the SDK gives it up when its end is cancelled."""
+    ending = client.close("errored").future()
+    with contextlib.suppress(TimeoutError):
+        ending.result(timeout=0.2)
+    ending.cancel()
 
 
 @pytest.fixture(scope="module")

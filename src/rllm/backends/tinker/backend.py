@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from rllm.backends.base import (
     BASE,
     DEFAULT_ADAPTER,
     INITIAL_ADAPTER,
+    MAX_SKIPPED_STEPS,
     PROBE_TEXTS,
     PROBE_TOKENS,
     AdamParams,
@@ -37,7 +38,7 @@ from rllm.backends.base import (
 from rllm.backends.tinker import files
 from rllm.backends.tinker.connection import Connection
 from rllm.backends.tinker.losses import HOSTED_LOSSES, aggregated, custom_loss, native, row_inputs
-from rllm.backends.tinker.start import base_model, check_alpha, load_tokenizer_of, longest, lora_flags
+from rllm.backends.tinker.start import base_model, check_alpha, check_project, load_tokenizer_of, longest, lora_flags
 from rllm.backends.token_losses import Sums
 from rllm.config.schema import Config, LoraSettings
 from rllm.errors import ConfigError, RunError
@@ -73,6 +74,7 @@ class TinkerBackend:
         self._samplers: dict[str, tuple[Any, int]] = {}
         self._steps_since_publish = 0
         self._with_gradient: set[str] = set()
+        self._skipped: dict[str, int] = {}
         self._saved_run: Path | None = None
         about = connection.server.about
         self.losses = HOSTED_LOSSES if about is None else frozenset(about["losses"])
@@ -83,8 +85,7 @@ class TinkerBackend:
         """Find the server and its model; loads nothing but the tokenizer."""
         connection = Connection.open(config.tinker)
         try:
-            for settings in config.lora.adapters().values():
-                check_alpha(settings, connection.server, "alpha" in config.lora.model_fields_set)
+            check_project(config, connection.server)
             name = base_model(config)
             sampler = connection.begin(
                 lambda: connection.client.create_sampling_client(base_model=name), f"model.path={name}"
@@ -206,7 +207,7 @@ class TinkerBackend:
             aggregated(one.spec, one.rows, logprobs, one.weights, sums)
         return sums.metrics()
 
-    def _ask_step(self, params: AdamParams) -> list[Any]:
+    def _ask_step(self, params: AdamParams) -> dict[str, Any]:
         adam = self.connection.sdk.AdamParams(
             learning_rate=params.lr,
             beta1=params.beta1,
@@ -218,11 +219,24 @@ class TinkerBackend:
         # What had no rows has no gradient, and stays as it is.
         stepping, self._with_gradient = sorted(self._with_gradient), set()
         self._steps_since_publish += bool(stepping)
-        return [self.training[name].optim_step(adam) for name in stepping]
+        return {name: self.training[name].optim_step(adam) for name in stepping}
 
-    def _stepped(self, futures: Iterable[Any], params: AdamParams) -> dict[str, float]:
-        norms = [self._norm(future) for future in futures]
-        return {"grad_norm": math.hypot(*norms), "lr": params.lr}
+    def _stepped(self, futures: Mapping[str, Any], params: AdamParams) -> dict[str, float]:
+        """An adapter whose gradient is not finite made no step, but the others did: then ``grad_norm`` is theirs, and
+        ``nonfinite_adapters`` says how many made none."""
+        norms = {name: self._norm(future) for name, future in futures.items()}
+        finite = [norm for norm in norms.values() if math.isfinite(norm)]
+        metrics = {"grad_norm": math.hypot(*(finite or norms.values())), "lr": params.lr}
+        for name, norm in norms.items():
+            self._skipped[name] = 0 if math.isfinite(norm) else self._skipped.get(name, 0) + 1
+        if not finite or len(finite) == len(norms):
+            return metrics
+        if stuck := [name for name, times in self._skipped.items() if times >= MAX_SKIPPED_STEPS]:
+            raise RunError(
+                f"{MAX_SKIPPED_STEPS} steps in a row had a gradient of the adapter {stuck[0]} that is not finite; lower optim.lr (now "
+                f"{params.lr:g})"
+            )
+        return metrics | {"nonfinite_adapters": float(len(norms) - len(finite))}
 
     def _norm(self, future: Any) -> float:
         """The norm of one adapter's gradient before clipping; 0 where the server does not tell it, nan where it made no step for it."""
@@ -326,6 +340,7 @@ class TinkerBackend:
         """Make the training runs, fresh, and samplers of them."""
         if self.training:
             return
+        check_alpha(self.config.lora, self.connection.server)
         futures = {}
         for name, settings in self.settings.items():
             seed = self.config.trainer.seed + (0 if name == DEFAULT_ADAPTER else zlib.crc32(name.encode()))
@@ -353,6 +368,7 @@ class TinkerBackend:
 
     def load_state(self, path: Path) -> None:
         """Open runs from the states that the file of `save_state` names, optimizer included."""
+        check_alpha(self.config.lora, self.connection.server)
         pointer = files.read_pointer(path, self._trained())
         client = self.connection.client
         asked = {n: client.create_training_client_from_state_with_optimizer(p) for n, p in pointer.paths.items()}

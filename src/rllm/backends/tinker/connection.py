@@ -30,7 +30,8 @@ ASK_S = 5.0
 START_S = 60.0
 PULSE_S = 3.0
 LOOK_S = 0.5
-CLOSE_S = 10.0
+# How long the end of a session is waited for, where the server answers and where it does not.
+CLOSE_S, DROP_S = 10.0, 0.5
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,9 @@ def find_server(config: TinkerConfig, sdk_version: str) -> Server:
     url = (config.base_url or os.environ.get("TINKER_BASE_URL") or HOSTED).rstrip("/")
     key = _key(config, url)
     where = f"tinker.base_url={url}"
-    health = _ask("GET", f"{url}/api/v1/healthz", where)
+    health = _ask("GET", f"{url}/api/v1/healthz", where, key=key)
+    if health.status_code in (401, 403):
+        raise ConfigError(f"{where}: the server refuses the API key in ${config.api_key_env} ({_told(health)})")
     if health.status_code != 200:
         raise ConfigError(
             f"{where}: no Tinker server (GET /api/v1/healthz: {health.status_code}); give the address of the service, or that of "
@@ -97,9 +100,9 @@ def _key(config: TinkerConfig, url: str) -> str:
     return key
 
 
-def _ask(method: str, url: str, where: str, json: Any = None, key: str | None = None) -> httpx.Response:
+def _ask(method: str, url: str, where: str, key: str, json: Any = None) -> httpx.Response:
     try:
-        return httpx.request(method, url, json=json, headers={"X-API-Key": key} if key else None, timeout=ASK_S)
+        return httpx.request(method, url, json=json, headers={"X-API-Key": key}, timeout=ASK_S)
     except httpx.TimeoutException as error:
         raise ConfigError(f"{where}: no answer within {ASK_S:g} s; is it the right address?") from error
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
@@ -115,14 +118,14 @@ def _told(answer: httpx.Response) -> str:
         text = str(body.get("error") or body.get("detail") or body) if isinstance(body, dict) else str(body)
     except ValueError:
         text = answer.text
-    return " ".join(text.split())[:300] or "no message"
+    return "".join(c for c in " ".join(text.split()) if c.isprintable())[:300] or "no message"
 
 
 class Pulse:
     """Whether the server still answers, asked in a thread of its own while anybody waits for it."""
 
-    def __init__(self, url: str, patience_s: float):
-        self.url, self.patience_s = url, patience_s
+    def __init__(self, server: Server, patience_s: float):
+        self.server, self.patience_s = server, patience_s
         self.silent_since: float | None = None
         self._waiting = 0
         self._lock = threading.Lock()
@@ -148,13 +151,14 @@ class Pulse:
         self._closed.set()
 
     def _watch(self) -> None:
-        with httpx.Client(timeout=max(ASK_S, self.patience_s / 3)) as http:
+        headers = {"X-API-Key": self.server.key}
+        with httpx.Client(timeout=max(ASK_S, self.patience_s / 3), headers=headers) as http:
             while not self._closed.wait(PULSE_S):
                 if not self._waiting:
                     continue
                 asked = time.monotonic()
                 try:
-                    answered = http.get(f"{self.url}/api/v1/healthz").status_code < 500
+                    answered = http.get(f"{self.server.url}/api/v1/healthz").status_code < 500
                 except httpx.HTTPError:
                     answered = False
                 self.silent_since = None if answered else self.silent_since or asked
@@ -174,7 +178,7 @@ class Connection:
     def open(cls, config: TinkerConfig) -> Connection:
         sdk = load_sdk()
         server = find_server(config, getattr(sdk, "__version__", "0"))
-        pulse = Pulse(server.url, config.patience_s)
+        pulse = Pulse(server, config.patience_s)
         client = sdk.ServiceClient(project_id=config.project, base_url=server.url, api_key=server.key)
         return cls(server, sdk, client, pulse)
 
@@ -231,13 +235,19 @@ class Connection:
             raise RunError(f"{told}. {self.advice()}" if lost else told) from error
 
     def close(self) -> None:
-        """End the session, saying how it went; a server that does not answer is not waited for."""
+        """End the session, saying how it went, and the SDK's tasks for it; a server that does not answer is not waited for."""
         kind = sys.exc_info()[0]
         how = "success" if kind is None else "errored" if issubclass(kind, Exception) else "interrupted"
-        if self.pulse.silent_since is None:
-            with contextlib.suppress(Exception):
-                self.client.close(how).future().result(timeout=CLOSE_S)
         self.pulse.close()
+        limit = CLOSE_S if self.pulse.silent_since is None else DROP_S
+        # In a thread: while the SDK still tries to make the session, for minutes, even asking for its end blocks.
+        asked = _in_thread(lambda: self.client.close(how).future())
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            ending = asked.result(timeout=DROP_S)
+            with contextlib.suppress(Exception):
+                ending.result(timeout=limit)
+            # Where it could not be told the SDK would try for minutes; cancelled, it drops the session and its heartbeat.
+            ending.cancel()
 
 
 def _line(error: BaseException) -> str:

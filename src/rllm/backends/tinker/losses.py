@@ -19,8 +19,8 @@ from rllm.algorithms.spec import Datum, LossSpec
 from rllm.backends.token_losses import Sums, TrainedTokens, losses_of
 from rllm.errors import RunError, UserError
 
-# What every server has, by the API's reference. gspo's formula is published by nobody, and whether dro takes weights neither.
-HOSTED_LOSSES = frozenset({"cross_entropy", "importance_sampling", "ppo", "cispo"})
+# Those whose formula the service's documentation has and that scale with the advantage; whether its dro takes weights it does not say.
+HOSTED_LOSSES = frozenset({"cross_entropy", "importance_sampling", "ppo", "cispo", "gspo"})
 _NAMES = {
     "ppo_clip": "ppo",
     "importance_sampling": "importance_sampling",

@@ -8,7 +8,7 @@ from typing import Any
 
 from rllm.backends.local.loading import DEFAULT_MODEL, load_tokenizer
 from rllm.backends.tinker.connection import Connection, Server
-from rllm.config.schema import Config, LoraSettings
+from rllm.config.schema import Config, LoraConfig, LoraSettings
 from rllm.errors import ConfigError
 from rllm.lora.groups import module_groups
 
@@ -21,17 +21,21 @@ def base_model(config: Config) -> str:
 
 
 def longest(config: Config, connection: Connection, base: str) -> int:
-    """Longest sequence: what the config says, or prompt + response limits; never more than the server says of the model."""
+    """Longest sequence: what the config says, or prompt + response limits; never more than the server says of the model, nor, where there
+    is a KL, than can be asked of the reference: the API scores a text only with room for one token more."""
     rest = partial(connection.sdk.RestClient, base_url=connection.server.url, api_key=connection.server.key)
     try:
         told = connection.begin(lambda: rest().get_server_capabilities(), "asking which models there are")
         able = next((m.max_context_length for m in told.supported_models if m.model_name == base), None)
     except ConfigError:
         able = None  # not every server has that route, and nothing else depends on it
+    why, a = "", config.algorithm
+    if able is not None and (a.kl_beta or a.kl_in_reward):
+        able, why = able - 1, " with a KL, whose reference is asked for one more than it scores"
     wanted, usual = config.model.max_model_len, config.data.max_prompt_length + config.data.max_response_length
     if wanted is not None and able is not None and wanted > able:
         raise ConfigError(
-            f"model.max_model_len={wanted}: {base} on {connection.server.url} can do at most {able} tokens"
+            f"model.max_model_len={wanted}: {base} on {connection.server.url} can do at most {able} tokens{why}"
         )
     return wanted or min(able or usual, usual)
 
@@ -53,15 +57,27 @@ def lora_flags(settings: LoraSettings) -> dict[str, bool]:
     return flags
 
 
-def check_alpha(settings: LoraSettings, server: Server, given: bool) -> None:
-    """Raise `ConfigError` where an alpha is asked for that the server does not take."""
-    if server.about is None and settings.alpha != HOSTED_ALPHA:
-        scale = HOSTED_ALPHA / settings.rank
-        asked = f"lora.alpha={settings.alpha:g}" + ("" if given else " (the default)")
+def check_project(config: Config, server: Server) -> None:
+    """Raise `ConfigError` where a project is named to a server that has none."""
+    if server.about is not None and config.tinker.project is not None:
         raise ConfigError(
-            f"{asked}: the hosted service takes no alpha, it has 32, so at lora.rank={settings.rank} an update is scaled by 32 / "
-            f"{settings.rank} = {scale:g} where {settings.alpha / settings.rank:g} is asked for; set lora.alpha=32 to say so "
-            "(docs/tinker.md: scale and learning rate)"
+            f"tinker.project={config.tinker.project}: {server.url} is rllm serve, which has no projects; leave it out"
+        )
+
+
+def check_alpha(lora: LoraConfig, server: Server) -> None:
+    """Raise `ConfigError` where an alpha is asked for that the server does not take."""
+    if server.about is not None:
+        return
+    for name, settings in lora.adapters().items():
+        if settings.alpha == HOSTED_ALPHA:
+            continue
+        key = "lora.alpha" if lora.per_role == "shared" else f"lora.per_role.{name}.alpha"
+        given = "" if {"alpha", "per_role"} & lora.model_fields_set else " (the default)"
+        raise ConfigError(
+            f"{key}={settings.alpha:g}{given}: the hosted service takes no alpha, it has 32, so at lora.rank={settings.rank} an update is "
+            f"scaled by 32 / {settings.rank} = {HOSTED_ALPHA / settings.rank:g} where {settings.alpha / settings.rank:g} is asked for; set "
+            "lora.alpha=32 to say so (docs/tinker.md: scale and learning rate)"
         )
 
 

@@ -23,11 +23,13 @@ CREDIT_S = 5.0
 
 class Scheduler:
     """`submit` from any thread. The jobs of one tenant run in the order given; between tenants the one that was served the shortest time
-    so far is next (one that comes anew starts level with the least served of those at work). Use `close` at the end."""
+    so far is next (one that comes anew starts level with the one served last). Use `close` at the end."""
 
     def __init__(self) -> None:
         self._queues: dict[Hashable, deque[tuple[Callable[[], Any], Future[Any]]]] = {}
         self._served_s: dict[Hashable, float] = {}
+        # What the tenant served last had been served before: where those at work are, also while nobody waits.
+        self._level_s = 0.0
         self._waiting = 0
         self._wake = threading.Condition()
         self._closed = False
@@ -42,9 +44,7 @@ class Scheduler:
                 raise ApiError("the server is stopping", 503)
             queue = self._queues.setdefault(tenant, deque())
             if not queue:
-                busy = [self._served_s[name] for name, waiting in self._queues.items() if waiting]
-                start = min(busy, default=0.0) - CREDIT_S
-                self._served_s[tenant] = max(self._served_s.get(tenant, start + CREDIT_S), start)
+                self._served_s[tenant] = max(self._served_s.get(tenant, self._level_s), self._level_s - CREDIT_S)
             queue.append((job, future))
             self._waiting += 1
             self._wake.notify()
@@ -86,6 +86,7 @@ class Scheduler:
                     return
                 ready = [tenant for tenant, queue in self._queues.items() if queue]
                 tenant = min(ready, key=lambda name: self._served_s[name])
+                self._level_s = max(self._level_s, self._served_s[tenant])
                 job, future = self._queues[tenant].popleft()
                 self._waiting -= 1
             if not future.set_running_or_notify_cancel():
