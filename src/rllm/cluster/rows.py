@@ -5,6 +5,7 @@ Knows our types and verl's keys; imports nothing of verl.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rllm.algorithms.datums import rows_of
@@ -73,3 +74,13 @@ def rows_of_episode(episode: Episode, session: int, temperature: float) -> list[
 def split(datum: Datum) -> int:
     """Where the response of a row begins: at its first sampled token."""
     return datum.mask.index(1)
+
+
+def mini_batches(wanted: int, rows: int, ranks: int) -> int:
+    """How many mini-batches `rows` rows make on `ranks` ranks, at most `wanted`: so many that the rows which pad the last ones, with nothing
+    to train, can never be a whole mini-batch, wherever they come to."""
+    for several in range(wanted, 1, -1):
+        padded = math.ceil(rows / (ranks * several)) * ranks * several
+        if padded - rows < padded // several:
+            return several
+    return 1

@@ -30,6 +30,8 @@ from rllm.algorithms.metrics import validation_metrics
 from rllm.algorithms.spec import Datum
 from rllm.cluster.actor import FlowActorWorker
 from rllm.cluster.job import Job
+from rllm.cluster.resume import CHECKPOINTS, saved_step
+from rllm.cluster.rows import mini_batches
 from rllm.collect import Collected
 from rllm.errors import ModelError, RunError
 from rllm.rollouts.batch import check_failures
@@ -41,6 +43,8 @@ from rllm.update import datums_of
 GAP = {"float32": 1e-3, "bfloat16": 5e-2}
 # How often verl looks whether all episodes have ended; its own 2 s are longer than many a step.
 POLL_S = 0.2
+# How often the processes that run episodes are asked whether they live.
+ALIVE_S = 5.0
 # verl's names of what the local backend has under others.
 _SAME = {
     "actor/loss": "actor/pg_loss",
@@ -66,7 +70,10 @@ class FlowTrainer(PPOTrainerSync):
         self.started = time.monotonic()
         self.facts: dict[str, Any] = {}
         self._rows: dict[str, Datum] = {}
+        self._tasks, self._before, self._several = 0, 0, 1  # with rows to train; rows before padding; mini-batches
         self._told: dict[str, float] = {}
+        self.notes: set[str] = set()
+        self._validated: int | None = None
 
     # ---- start and end
 
@@ -92,21 +99,43 @@ class FlowTrainer(PPOTrainerSync):
 
     def fit(self, agent_loop_manager: Any) -> None:
         self.completed = self.global_steps  # above 0 where a run goes on
+        begun, config = self.completed, self.job.config
+        self._watch(agent_loop_manager)
         super().fit(agent_loop_manager)
+        if self.job.validates and self.completed > begun and self._validated != self.completed:
+            self.global_steps = self.completed  # verl has counted on
+            self.logger.log(data=self._validate(), step=self.completed)
         adapter = None
-        if self.job.config.lora.trains_adapters and not self.job.config.trainer.val_only:
+        if config.lora.trains_adapters and not config.trainer.val_only:
             adapter = self._export(self.job.folder / "adapter").name
+        saved = Path(CHECKPOINTS, f"global_step_{self.completed}", "actor", "huggingface")
+        whole = any((self.job.folder / saved).glob("*.safetensors"))
         self.folder.write_result(
             {
                 "val": self.validations,
                 "steps": self.completed,
                 "seconds": round(time.monotonic() - self.started, 2),
                 "adapter": adapter,
+                "model": str(saved) if whole else None,
+                "state": CHECKPOINTS if saved_step(self.job.folder) is not None else None,
                 "accounting": self.account.to_dict(),
                 "parameters": {name: self.facts[name] for name in ("trained", "total", "adapters")},
                 "interrupted": False,
             }
         )
+
+    def _watch(self, manager: Any) -> None:
+        """Let the waiting for rows, which has no end of its own, end where a process that owes some is dead."""
+        look, asked = self.replay_buffer._sync_metadata_from_transfer_queue, time.monotonic()
+
+        def looking() -> None:
+            nonlocal asked
+            if time.monotonic() - asked > ALIVE_S:
+                asked = time.monotonic()
+                manager.check_alive()
+            look()
+
+        self.replay_buffer._sync_metadata_from_transfer_queue = looking
 
     # ---- one step
 
@@ -123,7 +152,7 @@ class FlowTrainer(PPOTrainerSync):
             batch.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
             self.on_sample_end()
         metrics |= self._collect()
-        batch = self._balance_batch(batch, metrics=metrics)
+        batch = self._balance_batch(self._trained_only(batch), metrics=metrics)
         with marked_timer("old_log_prob", timing_raw, color="blue"):
             batch = self._compute_old_log_prob(batch, metrics=metrics)
         if self.use_reference_policy:
@@ -138,33 +167,52 @@ class FlowTrainer(PPOTrainerSync):
     def _collect(self) -> dict[str, float]:
         """Take the episodes of this step in, as the local backend does, and keep the rows to train by their first call."""
         config = self.job.config
-        episodes, counts, _ = self.agent_loop_manager.take_episodes()
+        episodes, counts, notes = self.agent_loop_manager.take_episodes()
+        for note in notes:
+            if note not in self.notes:
+                print(f"rllm: {note}")
+        self.notes.update(notes)
         self.folder.write_episodes(self.global_steps, "train", episodes)
         check_failures(episodes, config.rollout.max_failed_fraction)
         found = Collected()
         found.add(sorted(episodes, key=lambda episode: (episode.task_id, episode.rollout_idx)), config)
         if self.completed == 0:
             check_role_names(found.rewarded, config.algorithm.per_role, "algorithm.per_role")
+        owners = {
+            step.id: i for i, unit in enumerate(found.units) for g in unit for t in g.trajectories for step in t.steps
+        }
         data = datums_of(found.groups, found.account, config)
         found.account.check()
         self.account.add(found.account)
         self._rows = {row.call: row for row in data}
+        self._tasks = len({owners[row.call] for row in data})
         self._told = found.metrics(config) | found.account.to_metrics() | counts
         return dict(self._told)
 
+    def _trained_only(self, batch: Any) -> Any:
+        """`batch` without the rows that teach nothing: they would cost three passes, and a mini-batch of them alone has no loss. A step that
+        trains nothing keeps them, for the proof of the publish."""
+        if not self._rows:
+            return batch
+        fields = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["call"])
+        calls = dict(zip(batch.keys, list(fields["call"]), strict=True))
+        idle = [key for key, call in calls.items() if call not in self._rows]
+        if not idle:
+            return batch
+        tq.kv_clear(keys=idle, partition_id=batch.partition_id)
+        return batch.select_keys([key for key in batch.keys if calls[key] in self._rows])
+
     def _get_required_batch_multiple(self, dp_size: int) -> int:
         """Rows are padded to what can be shared out: the same number of mini-batches on every rank."""
-        return dp_size * self._mini_batches()
-
-    def _mini_batches(self) -> int:
-        config = self.job.config
-        size = config.algorithm.mini_batch_size
-        return 1 if size is None else max(math.ceil(config.data.train_batch_size / size), 1)
+        self._several = mini_batches(self._several, self._before, dp_size)
+        return dp_size * self._several
 
     def _balance_batch(self, batch: Any, metrics: dict, **_: Any) -> Any:
-        before = len(batch)
+        size = self.job.config.algorithm.mini_batch_size
+        self._several = 1 if size is None else max(math.ceil(self._tasks / size), 1)
+        self._before = len(batch)
         batch = super()._balance_batch(batch, metrics=metrics)
-        metrics["train/padding_rows"] = float(len(batch) - before)
+        metrics["train/padding_rows"] = float(len(batch) - self._before)
         return batch
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
@@ -219,7 +267,7 @@ class FlowTrainer(PPOTrainerSync):
         if not self._trained_rows:
             metrics["train/skipped_steps"] = 1.0
             return batch
-        actor, several = self.config.actor_rollout_ref.actor, self._mini_batches()
+        actor, several = self.config.actor_rollout_ref.actor, self._several
         batch.extra_info.update(
             {
                 "calculate_entropy": actor.calculate_entropy or actor.entropy_coeff != 0.0,
@@ -258,11 +306,12 @@ class FlowTrainer(PPOTrainerSync):
     def _validate(self) -> dict[str, float]:
         """All validation tasks through the flow; metrics of episodes, under the names of the local backend."""
         n = self.job.config.rollout.n_val
-        episodes = self.agent_loop_manager.validate(self.val_dataset.lines, n, self.global_steps)
+        episodes = self.agent_loop_manager.validate(self.val_dataset.tasks, n, self.global_steps)
         self.folder.write_episodes(self.global_steps, "val", episodes)
         check_failures(episodes, self.job.config.rollout.max_failed_fraction)
         metrics = validation_metrics(episodes, sorted({1, n}))
         self.validations["after" if self.global_steps else "before"] = metrics
+        self._validated = self.global_steps
         return metrics
 
     def _save_checkpoint(self) -> None:

@@ -1,0 +1,228 @@
+"""What a run on verl checks before anything starts: the machines, the saved run it goes on with, the adapter, the tasks."""
+
+import datetime
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from rllm.backends.local.backend import LocalBackend
+from rllm.cluster.resume import CHECKPOINTS, STEP_FILE, saved_run, write_facts
+from rllm.cluster.room import lacking
+from rllm.config.load import load_config
+from rllm.data.dataset import Dataset
+from rllm.errors import ConfigError, DataError, ModelError
+from rllm.types import Task
+
+needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl 0.9.1: make test-verl")
+TASKS = Dataset([{"id": f"t{i}", "question": "?"} for i in range(4)], split="train")
+
+
+def config_of(*overrides):
+    return load_config(overrides=["backend=verl", *overrides]).config
+
+
+def test_a_cluster_with_room_lacks_nothing():
+    assert lacking([{"GPU": 8.0, "CPU": 64.0}, {"CPU": 4.0}], nodes=1, gpus=8) is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "told"),
+    [
+        (1, 4, "2 machines, with this many GPUs each: 2, 2"),  # in sum there are enough, and verl would wait for ever
+        (3, 1, "trainer.nnodes=3"),
+        (2, 2, "6 a machine, and Ray counts 6, 2"),
+    ],
+)
+def test_what_a_cluster_lacks_is_told_machine_by_machine(nodes, gpus, told):
+    assert told in (lacking([{"GPU": 2.0, "CPU": 6.0}, {"GPU": 2.0, "CPU": 2.0}], nodes, gpus) or "")
+
+
+def test_without_any_gpu_the_local_backend_is_named():
+    assert "backend=local" in (lacking([{"CPU": 8.0}], 1, 1) or "")
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A run on verl that saved step 3 on two GPUs."""
+    run = tmp_path / "runs" / "mine"
+    actor = run / CHECKPOINTS / "global_step_3" / "actor"
+    actor.mkdir(parents=True)
+    (run / CHECKPOINTS / STEP_FILE).write_text("3")
+    for rank in range(2):
+        (actor / f"model_world_size_2_rank_{rank}.pt").touch()
+    write_facts(run, config_of(), TASKS)
+    return run
+
+
+def going_on(run, *overrides):
+    return saved_run(config_of(f"trainer.resume={run}", "trainer.n_gpus_per_node=2", *overrides), TASKS, 5)
+
+
+def test_a_saved_run_is_found_by_its_folder_and_by_its_name(saved):
+    found = going_on(saved)
+    assert (found.run, found.step) == (saved, 3)
+    named = (f"trainer.run_dir={saved.parent}", "trainer.experiment_name=mine")
+    assert going_on("auto", *named).run == saved
+    shutil.copytree(saved, saved.with_name("mine-2"))
+    assert going_on("auto", *named).run == saved.with_name("mine-2")  # the newest of that name
+    assert going_on("auto", named[0], "trainer.experiment_name=other") is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("lora.rank=16",), "lora.rank=8, this config 16"),
+        (("lora.target_modules=[q_proj]",), "lora.target_modules"),
+        (("rollout.n=2",), "rollout.n=4, this config 2"),
+        (("trainer.n_gpus_per_node=4",), "saved by 2 GPUs.*has 4.*adapter-step-3"),
+    ],
+)
+def test_what_does_not_fit_a_saved_run_is_told_before_anything_starts(saved, overrides, told):
+    with pytest.raises(ConfigError, match=told):
+        going_on(saved, *overrides)
+
+
+def test_other_tasks_all_steps_done_and_no_state_are_told(saved, tmp_path):
+    config = config_of(f"trainer.resume={saved}", "trainer.n_gpus_per_node=2")
+    with pytest.raises(ConfigError, match="training tasks"):
+        saved_run(config, Dataset(list(TASKS)[:3], split="train"), 5)
+    with pytest.raises(ConfigError, match="all 3 steps of that run are done"):
+        saved_run(config, TASKS, 3)
+    with pytest.raises(ConfigError, match="no such folder"):
+        going_on(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="experiment_name is needed"):
+        going_on("auto")
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """A saved adapter of rank 4 and alpha 12."""
+    folder = tmp_path_factory.mktemp("saved") / "adapter"
+    made = load_config(overrides=["lora.rank=4", "lora.alpha=12", "model.device=cpu"]).config
+    backend = LocalBackend.create(made)
+    backend.export_adapter(folder)
+    backend.close()
+    return folder
+
+
+@needs_verl
+def test_the_rank_and_alpha_of_a_saved_adapter_count_and_that_is_told(adapter):
+    from rllm.cluster.start import with_saved_adapter
+
+    given = config_of(f"lora.adapter_path={adapter}", "lora.rank=32")
+    config, notes = with_saved_adapter(given)
+    assert (config.lora.rank, config.lora.alpha, given.lora.rank) == (4, 12, 32)
+    assert "rank 4, alpha 12" in notes[0]
+
+
+@needs_verl
+def test_a_saved_adapter_that_is_not_there_or_has_several_ranks_is_refused_at_start(adapter, tmp_path):
+    from rllm.cluster.start import with_saved_adapter
+
+    with pytest.raises(ModelError, match=r"has no adapter_config\.json"):
+        with_saved_adapter(config_of(f"lora.adapter_path={tmp_path}"))
+    several = tmp_path / "several"
+    shutil.copytree(adapter, several)
+    about = json.loads((several / "adapter_config.json").read_text())
+    (several / "adapter_config.json").write_text(json.dumps(about | {"alpha_pattern": {"q_proj": 24}}))
+    with pytest.raises(ConfigError, match="several ranks or alphas"):
+        with_saved_adapter(config_of(f"lora.adapter_path={several}"))
+
+
+@needs_verl
+def test_a_task_comes_out_as_it_went_in(tmp_path):
+    from rllm.cluster.tasks import TaskRows, text_to_task, write_tasks
+
+    about = {"numbers": (1, 2), 3: "a number as key", "raw": b"x", "day": datetime.date(2026, 1, 2), "cut": "\ud83d"}
+    tasks = [Task("a", "one\u2028two\x85three\nfour", about), Task("b", [{"role": "user", "content": "hi"}], {})]
+    rows = TaskRows([str(write_tasks(tasks, tmp_path / "tasks.pkl"))])
+    assert [text_to_task(rows[i]["task"]) for i in range(len(rows))] == tasks
+    assert rows[0]["raw_prompt"][0]["content"] == tasks[0].instruction
+
+
+@needs_verl
+def test_a_task_that_cannot_be_sent_is_named(tmp_path):
+    from rllm.cluster.tasks import write_tasks
+
+    with pytest.raises(DataError, match="task 'a' cannot be sent to other processes"):
+        write_tasks([Task("a", "?", {"lock": threading.Lock()})], tmp_path / "tasks.pkl")
+
+
+@needs_verl
+def test_a_worker_that_dies_is_told_and_a_busy_one_is_not_waited_for():
+    import ray
+
+    from rllm.cluster.worker import FlowManager
+    from rllm.errors import RunError
+
+    @ray.remote(num_cpus=0)
+    class Worker:
+        async def alive(self):
+            return None
+
+        async def block(self):
+            time.sleep(3)
+
+        async def end(self):
+            os._exit(1)
+
+    manager = FlowManager.__new__(FlowManager)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        manager.agent_loop_workers, manager._asked = [Worker.remote(), Worker.remote()], {}
+        ray.get([worker.alive.remote() for worker in manager.agent_loop_workers])
+        manager.agent_loop_workers[0].block.remote()
+        began = time.monotonic()
+        for _ in range(3):
+            manager.check_alive()
+        assert time.monotonic() - began < 2
+        manager.agent_loop_workers[1].end.remote()
+        with pytest.raises(RunError, match="a process that runs episodes has died"):
+            for _ in range(200):
+                manager.check_alive()
+                time.sleep(0.05)
+    finally:
+        ray.shutdown()
+
+
+@needs_verl
+def test_a_flow_and_the_files_that_it_uses_reach_a_machine_that_has_none_of_them(tmp_path):
+    from rllm.cluster.job import Job
+
+    folder = tmp_path / "users"
+    (folder / "parts").mkdir(parents=True)
+    (folder / "parts" / "__init__.py").touch()
+    (folder / "parts" / "deeper.py").write_text("LEVEL = 3\ndef level(): return LEVEL\n")
+    (folder / "my_words.py").write_text("from parts import deeper\ndef words(): return f'level {deeper.level()}'\n")
+    (folder / "my_flow.py").write_text("import my_words\ndef flow(task, config): return my_words.words()\n")
+    sys.path.insert(0, str(folder))
+    try:
+        flow = importlib.import_module("my_flow").flow
+        path = Job(config_of(), tmp_path, flow=flow, evaluator=flow).save()
+    finally:
+        sys.path.remove(str(folder))
+        for name in ("my_flow", "my_words", "parts", "parts.deeper"):
+            del sys.modules[name]
+    shutil.rmtree(folder)
+    code = f"from rllm.cluster.job import Job; print(Job.load({str(path)!r}).flow(None, None))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "level 3", done.stderr
+
+
+@needs_verl
+def test_a_flow_that_holds_what_cannot_travel_is_told(tmp_path):
+    from rllm.cluster.job import Job
+
+    lock = threading.Lock()
+    with pytest.raises(ConfigError, match=r"cannot be sent to other processes.*inside of the function"):
+        Job(config_of(), tmp_path, flow=lambda task, config: lock).save()
