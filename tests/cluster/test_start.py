@@ -15,10 +15,10 @@ import pytest
 
 from rllm.backends.local.backend import LocalBackend
 from rllm.cluster.resume import CHECKPOINTS, STEP_FILE, saved_run, write_facts
-from rllm.cluster.room import lacking
+from rllm.cluster.room import connect, lacking
 from rllm.config.load import load_config
 from rllm.data.dataset import Dataset
-from rllm.errors import ConfigError, DataError, ModelError
+from rllm.errors import ConfigError, DataError, ModelError, RunError
 from rllm.types import Task
 
 needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl 0.9.1: make test-verl")
@@ -47,6 +47,16 @@ def test_what_a_cluster_lacks_is_told_machine_by_machine(nodes, gpus, told):
 
 def test_without_any_gpu_the_local_backend_is_named():
     assert "backend=local" in (lacking([{"CPU": 8.0}], 1, 1) or "")
+
+
+@needs_verl
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999", "nonsense"])
+def test_an_address_without_a_cluster_is_told_at_once(address, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    began = time.monotonic()
+    with pytest.raises(RunError, match=f"no Ray cluster at {address} .*correct RAY_ADDRESS"):
+        connect({"include_dashboard": False, "logging_level": "ERROR"})
+    assert time.monotonic() - began < 15
 
 
 @pytest.fixture
@@ -161,7 +171,6 @@ def test_a_worker_that_dies_is_told_and_a_busy_one_is_not_waited_for():
     import ray
 
     from rllm.cluster.worker import FlowManager
-    from rllm.errors import RunError
 
     @ray.remote(num_cpus=0)
     class Worker:

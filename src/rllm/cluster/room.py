@@ -1,4 +1,4 @@
-"""Whether a Ray cluster has the GPUs that a run asks for, before anything waits for them.
+"""Whether there is a Ray cluster and it has the GPUs that a run asks for, before anything waits for them.
 
 Knows Ray's list of nodes; nothing of verl. verl itself compares the sum over all nodes only, and then waits without end for a node that
 has enough.
@@ -7,13 +7,34 @@ has enough.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rllm.errors import RunError
 
 # verl reserves so many CPUs beside each GPU.
 CPUS_PER_GPU = 3
+# So long an address may take to answer; Ray itself tries for minutes, and says little then.
+ANSWER_S = 10.0
+
+
+def connect(asked: Mapping[str, Any]) -> None:
+    """``ray.init`` with the settings `asked`. Raises a `RunError` where no cluster answers at the address that these or RAY_ADDRESS name."""
+    import ray
+
+    address = asked.get("address") or os.environ.get("RAY_ADDRESS")
+    try:
+        if address and (place := re.fullmatch(r"(?P<host>[\w.-]+):(?P<port>\d+)", str(address))):
+            socket.create_connection((place["host"], int(place["port"])), ANSWER_S).close()
+        ray.init(**asked)
+    except (OSError, OverflowError, ValueError, RuntimeError) as error:  # nobody there, or what is no address of Ray's
+        raise RunError(
+            f"no Ray cluster at {address or 'this machine'} ({str(error).strip() or type(error).__name__}); start one (ray start --head), "
+            "correct RAY_ADDRESS, or unset it to use this machine alone"
+        ) from error
 
 
 def check_room(nodes: int, gpus: int) -> None:

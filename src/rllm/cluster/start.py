@@ -21,7 +21,7 @@ from rllm.backends.verl.install import require_verl
 from rllm.backends.verl.render import ROLLOUT, Rendered, hydra_value, parameters_of, render
 from rllm.cluster.job import Job
 from rllm.cluster.resume import saved_run, write_facts
-from rllm.cluster.room import check_room
+from rllm.cluster.room import check_room, connect
 from rllm.cluster.tasks import write_tasks
 from rllm.config.load import Resolved
 from rllm.config.schema import Config
@@ -203,7 +203,7 @@ def _ray(tree: Any, config: Config) -> Iterator[None]:
             asked["runtime_env"] = OmegaConf.to_container(
                 OmegaConf.merge(get_ppo_ray_runtime_env(tree), asked.get("runtime_env") or {})
             )
-            _connect(asked)
+            connect(asked)
         check_room(config.verl.get("trainer.nnodes", 1), config.verl.get("trainer.n_gpus_per_node", 1))
         yield
     except ray.exceptions.RayError as error:
@@ -216,23 +216,6 @@ def _ray(tree: Any, config: Config) -> Iterator[None]:
     finally:
         if began:
             ray.shutdown()
-
-
-def _connect(asked: dict[str, Any]) -> None:
-    import ray
-
-    try:
-        ray.init(**asked)
-    except (
-        ConnectionError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # nobody there, no address, an address that is not one of Ray
-        where = asked.get("address") or os.environ.get("RAY_ADDRESS") or "this machine"
-        raise RunError(
-            f"no Ray cluster at {where} ({str(error).strip() or type(error).__name__}); start one (ray start --head), correct RAY_ADDRESS, "
-            "or unset it to use this machine alone"
-        ) from error
 
 
 def _run(tree: Any) -> None:
