@@ -50,10 +50,11 @@ _SAME = {
     "actor/loss": "actor/pg_loss",
     "actor/clip_fraction": "actor/pg_clipfrac",
     "timing_s/rollout": "timing_s/gen",
-    "timing_s/update": "timing_s/update_actor",
+    "actor/clip_fraction_dual": "actor/pg_clipfrac_lower",
     "timing_s/publish": "timing_s/update_weights",
-    "perf/tokens_per_s": "perf/throughput",
 }
+# What lies between the rollouts of a step and its end, all of it the update of the local backend.
+_UPDATE = ("old_log_prob", "ref", "adv", "update_actor", "update_weights")
 
 
 class FlowTrainer(PPOTrainerSync):
@@ -70,6 +71,7 @@ class FlowTrainer(PPOTrainerSync):
         self.started = time.monotonic()
         self.facts: dict[str, Any] = {}
         self._rows: dict[str, Datum] = {}
+        self._tokens = 0
         self._tasks, self._before, self._several = 0, 0, 1  # with rows to train; rows before padding; mini-batches
         self._told: dict[str, float] = {}
         self.notes: set[str] = set()
@@ -174,6 +176,7 @@ class FlowTrainer(PPOTrainerSync):
         self.notes.update(notes)
         self.folder.write_episodes(self.global_steps, "train", episodes)
         check_failures(episodes, config.rollout.max_failed_fraction)
+        self._tokens = sum(len(s.response_ids) for e in episodes for t in e.trajectories for s in t.steps)
         found = Collected()
         found.add(sorted(episodes, key=lambda episode: (episode.task_id, episode.rollout_idx)), config)
         if self.completed == 0:
@@ -294,6 +297,12 @@ class FlowTrainer(PPOTrainerSync):
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
         metrics |= self._told  # verl's critic/score counts rows; ours, of the same name, trajectories
         metrics |= {ours: metrics[theirs] for ours, theirs in _SAME.items() if theirs in metrics}
+        metrics |= {
+            "timing_s/update": sum(metrics.get(f"timing_s/{part}", 0.0) for part in _UPDATE),
+            "perf/generated_tokens": float(self._tokens),
+            "perf/tokens_per_s": self._tokens / max(metrics["timing_s/step"], 1e-9),
+            "perf/rollout_tokens_per_s": self._tokens / max(metrics["timing_s/rollout"], 1e-9),
+        }
         metrics["policy_version"] = float(global_steps)
         self.completed = global_steps
         line = {
