@@ -167,9 +167,11 @@ def test_a_task_that_cannot_be_sent_is_named(tmp_path):
 
 
 @needs_verl
-def test_a_worker_that_dies_is_told_and_a_busy_one_is_not_waited_for():
+def test_a_worker_that_dies_is_told_and_a_busy_one_is_not_waited_for(monkeypatch):
     import ray
+    from omegaconf import OmegaConf
 
+    from rllm.cluster.start import _run
     from rllm.cluster.worker import FlowManager
 
     @ray.remote(num_cpus=0)
@@ -198,6 +200,13 @@ def test_a_worker_that_dies_is_told_and_a_busy_one_is_not_waited_for():
             for _ in range(200):
                 manager.check_alive()
                 time.sleep(0.05)
+
+        def dies(tree, task_runner_class):
+            ray.get(ray.remote(lambda: ray.get(Worker.remote().end.remote())).remote())
+
+        monkeypatch.setattr("verl.trainer.main_ppo.run_ppo", dies)
+        with pytest.raises(RunError, match=r"the run on verl was lost: .*trainer\.resume=<its folder> goes on"):
+            _run(OmegaConf.create({"trainer": {"device": "cuda"}}))
     finally:
         ray.shutdown()
 

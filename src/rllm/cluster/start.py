@@ -206,13 +206,6 @@ def _ray(tree: Any, config: Config) -> Iterator[None]:
             connect(asked)
         check_room(config.verl.get("trainer.nnodes", 1), config.verl.get("trainer.n_gpus_per_node", 1))
         yield
-    except ray.exceptions.RayError as error:
-        if isinstance(error, ray.exceptions.RayTaskError):
-            raise
-        raise RunError(
-            f"the run on verl was lost, with its process or its machine ({type(error).__name__}: {error}); trainer.resume=<its folder> "
-            "goes on after the last step that trainer.save_freq saved"
-        ) from error
     finally:
         if began:
             ray.shutdown()
@@ -234,4 +227,15 @@ def _run(tree: Any) -> None:
         cause: BaseException | None = error.cause
         if isinstance(cause, UserError):
             raise type(cause)(str(cause)) from error
+        if cause is not None and isinstance(cause, ray.exceptions.RayActorError):
+            raise _lost(cause) from error
         raise RunError(f"the run on verl failed:\n{error}") from error
+    except ray.exceptions.RayError as error:
+        raise _lost(error) from error
+
+
+def _lost(error: BaseException) -> RunError:
+    return RunError(
+        "the run on verl was lost: one of its processes, or its machine, has died (out of memory, a crash, a kill); trainer.resume=<its "
+        f"folder> goes on after the last step that trainer.save_freq saved. {error}"
+    )
