@@ -145,6 +145,7 @@ def test_without_the_verl_backend_its_keys_are_refused_by_name(more, training):
         ("actor_rollout_ref.hybrid_engine=false", "in turn"),
         (f"{ACTOR}.checkpoint.async_save=true", "for certain"),
         ("gateway.port=8080", "free port"),
+        ("algorithm.clip_ratio_c=5 algorithm.loss=gspo", "no dual clip"),
         (f"{MERGE}=maybe", "true and false"),
         ("trainer.nnodes=0", ">= 1"),
         ("trainer.n_gpus_per_node=two", ">= 1"),
@@ -192,6 +193,12 @@ def test_what_rllm_does_itself_is_noted_and_does_not_reach_verl(override):
     key = override.partition("=")[0]
     assert found.config.verl == {}
     assert any(key in note and "no effect" in note for note in found.notes)
+
+
+def test_a_warm_up_of_no_steps_wins_over_a_ratio():
+    values = rendered("optim.warmup_steps=0", "optim.warmup_ratio=0.5").values
+    assert values[f"{ACTOR}.optim.lr_warmup_steps_ratio"] == 0.0
+    assert rendered("optim.warmup_ratio=0.5").values[f"{ACTOR}.optim.lr_warmup_steps_ratio"] == 0.5
 
 
 def test_a_merge_that_is_left_open_is_chosen():

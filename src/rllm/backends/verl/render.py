@@ -104,6 +104,9 @@ def refuse(config: Config, provenance: Mapping[str, str] | None = None) -> None:
             raise no(f"lora.{name}", value, "verl passes on rank, alpha, target_modules and exclude_modules")
     if config.lora.alpha != int(config.lora.alpha):
         raise no("lora.alpha", config.lora.alpha, "verl takes whole numbers")
+    dual = config.algorithm.clip_ratio_c
+    if config.algorithm.loss == "gspo" and dual not in (0, type(config.algorithm).model_fields["clip_ratio_c"].default):
+        raise no("algorithm.clip_ratio_c", dual, "its gspo has no dual clip; leave it out")
     for role, own in config.algorithm.per_role.items():
         if own.loss is not None:
             raise no(f"algorithm.per_role.{role}.loss", own.loss, "all roles share one loss there")
@@ -289,7 +292,8 @@ def _actor(config: Config) -> dict[str, Any]:
         f"{ACTOR}.optim.override_optimizer_config": {"eps": o.eps},
         f"{ACTOR}.optim.lr_scheduler_type": o.schedule,
         f"{ACTOR}.optim.lr_warmup_steps": -1 if o.warmup_steps is None else o.warmup_steps,
-        f"{ACTOR}.optim.lr_warmup_steps_ratio": o.warmup_ratio,
+        # verl takes its ratio where the steps are 0; here the steps win.
+        f"{ACTOR}.optim.lr_warmup_steps_ratio": o.warmup_ratio if o.warmup_steps is None else 0.0,
         f"{ACTOR}.optim.min_lr_ratio": o.min_lr_ratio,
         f"{ACTOR}.optim.clip_grad": o.grad_clip or 1e9,
         f"{ACTOR}.grad_clip": o.grad_clip or 1e9,
