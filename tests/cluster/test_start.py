@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -54,7 +55,7 @@ def test_without_any_gpu_the_local_backend_is_named():
 def test_an_address_without_a_cluster_is_told_at_once(address, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", address)
     began = time.monotonic()
-    with pytest.raises(RunError, match=f"no Ray cluster at {address} .*correct RAY_ADDRESS"):
+    with pytest.raises(RunError, match=f"^Ray at {address}: .*correct RAY_ADDRESS"):
         connect({"include_dashboard": False, "logging_level": "ERROR"})
     assert time.monotonic() - began < 15
 
@@ -186,7 +187,7 @@ def test_a_worker_that_dies_is_told_and_a_busy_one_is_not_waited_for(monkeypatch
             os._exit(1)
 
     manager = FlowManager.__new__(FlowManager)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
         manager.agent_loop_workers, manager._asked = [Worker.remote(), Worker.remote()], {}
         ray.get([worker.alive.remote() for worker in manager.agent_loop_workers])
@@ -244,3 +245,32 @@ def test_a_flow_that_holds_what_cannot_travel_is_told(tmp_path):
     lock = threading.Lock()
     with pytest.raises(ConfigError, match=r"cannot be sent to other processes.*inside of the function"):
         Job(config_of(), tmp_path, flow=lambda task, config: lock).save()
+
+
+@needs_verl
+@pytest.mark.parametrize("lost", [True, False])
+def test_an_episode_whose_rows_could_not_be_written_counts_as_failed(lost):
+    import asyncio
+
+    from rllm.cluster.job import Job
+    from rllm.cluster.worker import FlowWorker
+    from rllm.types import Episode, Step, TerminationReason, Trajectory
+
+    worker = FlowWorker.__new__(FlowWorker)
+    worker.job, worker.episodes = Job(config_of(), Path()), []
+    step = Step(prompt_ids=[1], response_ids=[2], logprobs=[-1.0], versions=[0], temperature=1.0)
+    made = Episode(
+        "t:0", trajectories=[Trajectory("solver", [step], 1.0)], termination_reason=TerminationReason.ENV_DONE
+    )
+
+    async def run(*_, **__):
+        return made
+
+    async def put(rows, *_):
+        if lost:
+            raise OSError("the storage is full")
+
+    worker._episode, worker._put = run, put
+    asyncio.run(worker._run_agent_loop({}, {}, task="", session_id=0, uid="u", global_steps=1))
+    assert worker.episodes == [made] and made.failed is lost
+    assert ("the storage is full" in (made.error or "")) is lost

@@ -32,8 +32,8 @@ def connect(asked: Mapping[str, Any]) -> None:
         ray.init(**asked)
     except (OSError, OverflowError, ValueError, RuntimeError) as error:  # nobody there, or what is no address of Ray's
         raise RunError(
-            f"no Ray cluster at {address or 'this machine'} ({str(error).strip() or type(error).__name__}); start one (ray start --head), "
-            "correct RAY_ADDRESS, or unset it to use this machine alone"
+            f"Ray at {address or 'this machine'}: {str(error).strip() or type(error).__name__}; start a cluster (ray start --head), correct "
+            "RAY_ADDRESS, or unset it to use this machine alone"
         ) from error
 
 

@@ -6,6 +6,7 @@ Imported in processes of a run on verl only: it needs verl, Ray and TransferQueu
 from __future__ import annotations
 
 import asyncio
+import traceback
 from typing import Any
 
 import ray
@@ -70,11 +71,15 @@ class FlowWorker(_Worker):
         episode = await self._episode(task, int(session_id), step, validate=False)
         try:
             rows = rows_of_episode(episode, int(session_id), self.job.config.rollout.temperature)
+            if rows:
+                await self._put(rows, uid, step, row.get("data_source", "unknown"))
         except ValueError as error:
-            episode.termination_reason, episode.error, rows = TerminationReason.ERROR, str(error), []
+            episode.termination_reason, episode.error = TerminationReason.ERROR, str(error)
+        except (
+            Exception
+        ):  # rows that could not be written are not trained, so the episode must not count as if they were
+            episode.termination_reason, episode.error = TerminationReason.ERROR, traceback.format_exc()
         self.episodes.append(episode)
-        if rows:
-            await self._put(rows, uid, step, row.get("data_source", "unknown"))
 
     async def validate(self, asked: list[tuple[str, int]], step: int) -> list[Episode]:
         """Validation episodes: (task as text, rollout index) each."""
