@@ -7,6 +7,7 @@ FAULT ``task`` lets one of the three tasks fail, ``all`` every one, ``none`` non
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -68,10 +69,15 @@ def main() -> None:
         return rllm.EvalOutput(reward=1.0)
 
     machines = [int(number) for number in ranks.split("+")]
-    cluster = Cluster()
-    for number in machines:
-        cluster.add_node(num_cpus=16, num_gpus=number, include_dashboard=False)
-    ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
+    quiet: dict = {"log_to_driver": False, "logging_level": "ERROR"}
+    if len(machines) == 1:
+        ray.init("local", num_cpus=16, num_gpus=machines[0], include_dashboard=False, **quiet)
+    else:
+        cluster = Cluster()
+        atexit.register(cluster.shutdown)  # else the next `ray.init` on this host would look for it
+        for number in machines:
+            cluster.add_node(num_cpus=16, num_gpus=number, include_dashboard=False)
+        ray.init(cluster.address, **quiet)
     run = [f"trainer.run_dir={folder}", f"trainer.nnodes={len(machines)}", f"trainer.n_gpus_per_node={machines[0]}"]
     trainer = AgentTrainer(
         agent_flow=flow,

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from rllm.algorithms.grouping import Accounting
+from rllm.cluster import rows
 from rllm.cluster.engine import ClientBackend
 from rllm.cluster.rows import mini_batches, rows_of_episode
 from rllm.collect import Collected
@@ -51,6 +52,12 @@ def test_failed_episodes_have_no_rows_and_neither_have_trajectories_without_toke
     assert rows_of_episode(failed, 0, 0.6) == []
     silent = Episode(id="t:0", trajectories=[Trajectory("solver", [step([1], [])], 1.0)])
     assert rows_of_episode(silent, 0, 0.6) == []
+
+
+def test_an_episode_with_more_trajectories_than_there_are_keys_is_refused(monkeypatch):
+    monkeypatch.setattr(rows, "MOST_TRAJECTORIES", 2)
+    with pytest.raises(ValueError, match="3 trajectories in one episode; on verl there are 2 at most"):
+        rows_of_episode(episode(), 0, 0.6)
 
 
 def test_a_call_at_another_temperature_is_told_with_the_fix():

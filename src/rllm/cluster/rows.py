@@ -37,10 +37,15 @@ def rows_of_episode(episode: Episode, session: int, temperature: float) -> list[
     """The rows of every rewarded trajectory. Each trajectory is a session of its own: verl gives all rows of one session the advantage of
     the last, so roles that shared one would be mixed. A failed episode has none.
 
-    Raises `ValueError` where a call was sampled at another temperature than `temperature`, the one that verl trains all rows at.
+    Raises `ValueError` where a call was sampled at another temperature than `temperature`, the one that verl trains all rows at, and for
+    more than `MOST_TRAJECTORIES` trajectories, of which the last would take the keys of the next episode.
     """
     if episode.failed:
         return []
+    if len(episode.trajectories) > MOST_TRAJECTORIES:
+        raise ValueError(
+            f"{len(episode.trajectories)} trajectories in one episode; on verl there are {MOST_TRAJECTORIES} at most"
+        )
     rows: list[Row] = []
     for k, trajectory in enumerate(episode.trajectories):
         if trajectory.reward is None:
