@@ -75,6 +75,7 @@ def main() -> None:
     else:
         cluster = Cluster()
         atexit.register(cluster.shutdown)  # else the next `ray.init` on this host would look for it
+        atexit.register(ray.shutdown)  # runs before
         for number in machines:
             cluster.add_node(num_cpus=16, num_gpus=number, include_dashboard=False)
         ray.init(cluster.address, **quiet)
