@@ -60,6 +60,14 @@ def test_an_address_without_a_cluster_is_told_at_once(address, monkeypatch):
     assert time.monotonic() - began < 15
 
 
+@needs_verl
+def test_a_cluster_that_was_started_here_and_has_ended_is_told_at_once(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "ray_current_cluster").write_text("127.0.0.1:1")  # as a kill of `ray start --head` leaves it
+    with pytest.raises(RunError, match=r"^Ray at [\d.]+:1: .*ray stop"):
+        connect({"_temp_dir": str(tmp_path), "include_dashboard": False, "logging_level": "ERROR"})
+
+
 @pytest.fixture
 def saved(tmp_path):
     """A run on verl that saved step 3 on two GPUs."""

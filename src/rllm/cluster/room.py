@@ -22,18 +22,22 @@ ANSWER_S = 10.0
 
 
 def connect(asked: Mapping[str, Any]) -> None:
-    """``ray.init`` with the settings `asked`. Raises a `RunError` where no cluster answers at the address that these or RAY_ADDRESS name."""
+    """``ray.init`` with the settings `asked`. Raises a `RunError` where no cluster answers at the address that these, RAY_ADDRESS or the
+    last ``ray start`` on this machine name; where none of them names any, Ray is started."""
     import ray
+    from ray._private.services import canonicalize_bootstrap_address
 
     address = asked.get("address") or os.environ.get("RAY_ADDRESS")
     try:
+        if address in (None, "", "auto"):
+            address = canonicalize_bootstrap_address(address, asked.get("_temp_dir")) or address
         if address and (place := re.fullmatch(r"(?P<host>[\w.-]+):(?P<port>\d+)", str(address))):
             socket.create_connection((place["host"], int(place["port"])), ANSWER_S).close()
         ray.init(**asked)
     except (OSError, OverflowError, ValueError, RuntimeError) as error:  # nobody there, or what is no address of Ray's
         raise RunError(
             f"Ray at {address or 'this machine'}: {str(error).strip() or type(error).__name__}; start a cluster (ray start --head), correct "
-            "RAY_ADDRESS, or unset it to use this machine alone"
+            "RAY_ADDRESS, or, to use this machine alone, unset it and forget one that has ended (ray stop)"
         ) from error
 
 
