@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from rllm.backends.local.backend import LocalBackend
+from rllm.backends.local.loading import DEFAULT_MODEL
 from rllm.cluster.resume import CHECKPOINTS, STEP_FILE, saved_run, write_facts
 from rllm.cluster.room import connect, lacking
 from rllm.config.load import load_config
@@ -282,3 +283,41 @@ def test_an_episode_whose_rows_could_not_be_written_counts_as_failed(lost):
     asyncio.run(worker._run_agent_loop({}, {}, task="", session_id=0, uid="u", global_steps=1))
     assert worker.episodes == [made] and made.failed is lost
     assert ("the storage is full" in (made.error or "")) is lost
+
+
+@needs_verl
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("lora.target_modules=nothing",), "nothing"),
+        (("lora.target_modules=[q_proj,w_proj]",), "'w_proj'.*q_proj"),
+        (("lora.exclude_modules=.*",), "leave no module to train"),
+    ],
+)
+def test_targets_that_match_no_module_are_refused_before_a_worker_starts(overrides, told):
+    from rllm.cluster.start import with_named_targets
+
+    with pytest.raises(ConfigError, match=told):
+        with_named_targets(config_of(*overrides), DEFAULT_MODEL)
+    for taken in ("lora.target_modules=[q_proj,lm_head]", "lora.rank=0", r"lora.exclude_modules=.*\.1\..*"):
+        given = config_of(taken)
+        assert with_named_targets(given, DEFAULT_MODEL) is given
+
+
+@needs_verl
+def test_an_expression_reaches_peft_as_the_modules_that_the_local_backend_adapts():
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from rllm.cluster.start import with_named_targets
+
+    overrides = (r"lora.target_modules=.*layers\.1\..*", "lora.exclude_modules=[k_proj]")
+    lora = with_named_targets(config_of(*overrides), DEFAULT_MODEL).lora
+    assert lora.exclude_modules is None and len(lora.target_modules) == 6
+    model = AutoModelForCausalLM.from_pretrained(DEFAULT_MODEL)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=list(lora.target_modules)))
+    backend = LocalBackend.create(load_config(overrides=[*overrides, "model.device=cpu"]).config)
+    try:
+        assert sorted(adapted.base_model.targeted_module_names) == sorted(backend.adapters["default"].modules_adapted)
+    finally:
+        backend.close()

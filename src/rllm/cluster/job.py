@@ -37,14 +37,17 @@ class Job:
     def save(self) -> Path:
         """Write the job into its folder. What the user's own files define travels by value, so that no other machine has to import them:
         all of them that are loaded, since those of the flow may use others; where one of them cannot travel, those of the flow alone."""
+        path = self.folder.resolve() / FILE
+        path.write_bytes(pickle.dumps((list(sys.path), self.pickled())))
+        return path
+
+    def pickled(self) -> bytes:
+        """Raises a `ConfigError` for a flow or an evaluator that cannot be sent."""
         own = _users_modules()
         try:
-            body = self._pickled(own)
+            return self._pickled(own)
         except ConfigError:
-            body = self._pickled({m for m in map(_module_of, self._parts()) if m in own})
-        path = self.folder.resolve() / FILE
-        path.write_bytes(pickle.dumps((list(sys.path), body)))
-        return path
+            return self._pickled({m for m in map(_module_of, self._parts()) if m in own})
 
     def _pickled(self, by_value: Collection[ModuleType]) -> bytes:
         from ray import cloudpickle

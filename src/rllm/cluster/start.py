@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,11 +23,11 @@ from rllm.backends.verl.render import ROLLOUT, Rendered, hydra_value, parameters
 from rllm.cluster.job import Job
 from rllm.cluster.resume import saved_run, write_facts
 from rllm.cluster.room import check_room, connect
-from rllm.cluster.tasks import write_tasks
+from rllm.cluster.tasks import task_to_text, write_tasks
 from rllm.config.load import Resolved
 from rllm.config.schema import Config
 from rllm.data.dataset import Dataset
-from rllm.errors import ConfigError, DataError, RunError, UserError
+from rllm.errors import ConfigError, DataError, ModelError, RunError, UserError
 from rllm.tracking.run_folder import RunFolder
 from rllm.types import Task
 
@@ -56,6 +57,8 @@ def train_on_verl(
     """
     config = resolved.config
     require_verl(str(config.verl.get(f"{ROLLOUT}.name", "vllm")))
+    from rllm.backends.local.loading import resolve_model
+
     tasks = list(train or val or ())
     if not config.trainer.val_only and len(tasks) < config.data.train_batch_size:
         raise DataError(
@@ -64,20 +67,24 @@ def train_on_verl(
         )
     config, notes = with_saved_adapter(config)
     resolved = replace(resolved, config=config, notes=[*resolved.notes, *notes])
-    model, facts = _model(config)
-    rendered = render(config, model, steps, "run", **facts)
+    base = resolve_model(config.model.path)
+    model, facts = _model(config, base)
+    asked = with_named_targets(config, base)
+    rendered = render(asked, model, steps, "run", **facts)
     tree = check_against_verl(rendered)  # before there is a folder
     saved = saved_run(config, Dataset(tasks), steps)
+    job = Job(config, Path(), parts.flow, parts.workflow_class, parts.workflow_args, parts.evaluator, bool(val))
+    job.pickled()  # what cannot be sent is told before there is a folder too
+    for task in (*tasks, *(val or ())):
+        task_to_text(task)
     resolved.notes += [note for note in rendered.notes if note not in resolved.notes]
     with _ray(tree, config):
         folder = RunFolder.create(resolved) if saved is None else RunFolder.reopen(saved.run, resolved, saved.step)
         path = folder.path.resolve()
-        rendered = render(config, model, steps, str(path), **facts)
+        rendered = render(asked, model, steps, str(path), **facts)
         if saved is None:
             write_facts(path, config, Dataset(tasks))
-        job = Job(
-            config, path, parts.flow, parts.workflow_class, parts.workflow_args, parts.evaluator, validates=bool(val)
-        )
+        job.folder = path
         tree = compose(rendered, _own_keys(job, tasks, list(val or ()), goes_on=saved is not None))
         for note in resolved.notes:
             print(f"rllm: {note}")
@@ -85,16 +92,37 @@ def train_on_verl(
     return json.loads((path / "result.json").read_text())
 
 
-def _model(config: Config) -> tuple[str, dict[str, Any]]:
-    """What verl is told to load, and what `render` wants to know of it and of this machine. On several machines a model of the hub goes
+def _model(config: Config, folder: Path) -> tuple[str, dict[str, Any]]:
+    """What verl is told to load where this machine has it in `folder`, and what `render` wants to know of it and of this machine. On several machines a model of the hub goes
     by its name, since the folder that it was fetched into is this machine's own."""
-    from rllm.backends.local.loading import resolve_model
-
-    folder = resolve_model(config.model.path)
     of_hub = config.model.path != "default" and not Path(config.model.path).expanduser().is_dir()
     name = config.model.path if of_hub and config.verl.get("trainer.nnodes", 1) > 1 else str(folder)
     flash = importlib.util.find_spec("flash_attn") is not None
     return name, {"parameters": parameters_of(folder), "flash_attention": flash}
+
+
+def with_named_targets(config: Config, folder: Path) -> Config:
+    """`config` with the modules that an expression in ``lora.target_modules`` means, by name: PEFT would hold it against norms and whole blocks
+    too, and stop there. Raises a `ConfigError` where LoRA's targets match no module, which PEFT would say in a worker at the end of a long
+    traceback. Only for dense decoders: others may have modules that their files name otherwise."""
+    from rllm.lora.checkpoint import read_places
+    from rllm.lora.match import ALL_LINEAR, OUTPUT_HEAD, adapted_modules
+
+    lora, dense = config.lora, parameters_of(folder)
+    if not lora.trains_adapters or lora.adapter_path or dense is None or not math.isfinite(dense):
+        return config
+    try:
+        places = read_places(folder)
+    except ModelError:  # weights in another form, which verl may read
+        return config
+    matrices = [name.removesuffix(".weight") for name, place in places.items() if len(place.shape) == 2]
+    names = [name for name in matrices if "embed" not in name and name != OUTPUT_HEAD]
+    chosen = adapted_modules([*names, OUTPUT_HEAD], lora)
+    if not isinstance(lora.target_modules, str) or lora.target_modules == ALL_LINEAR:
+        return config
+    config = config.model_copy(deep=True)
+    config.lora.target_modules, config.lora.exclude_modules = chosen, None
+    return config
 
 
 def with_saved_adapter(config: Config) -> tuple[Config, list[str]]:
