@@ -95,6 +95,7 @@ def test_merge_mode_counts_failures_and_pads_what_is_left(tmp_path):
             "trainer.total_steps=2",
             "trainer.val_before_train=false",
             "algorithm.mini_batch_size=1",
+            "optim.warmup_steps=2",
             "actor_rollout_ref.model.lora.merge=true",
         )
     )
@@ -108,6 +109,7 @@ def test_merge_mode_counts_failures_and_pads_what_is_left(tmp_path):
             2,
         )  # as many as there are tasks to train
         assert step["train/padding_rows"] == 0  # 12 rows in 2 mini-batches
+    assert [step["actor/lr"] for step in metrics_of(tmp_path / "run")] == [0.0, pytest.approx(5e-3)]
     assert result["val"].keys() == {"after"}  # without trainer.test_freq too
     episodes = [json.loads(line) for line in (tmp_path / "run" / "episodes.jsonl").read_text().splitlines()]
     assert any("this flow is broken" in (episode["error"] or "") for episode in episodes)

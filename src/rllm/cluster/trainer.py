@@ -27,6 +27,7 @@ from verl.utils.py_functional import rename_dict
 from rllm.algorithms.datums import check_role_names
 from rllm.algorithms.grouping import Accounting
 from rllm.algorithms.metrics import validation_metrics
+from rllm.algorithms.schedules import warmup_length
 from rllm.algorithms.spec import Datum
 from rllm.cluster.actor import FlowActorWorker
 from rllm.cluster.job import Job
@@ -36,7 +37,7 @@ from rllm.collect import Collected
 from rllm.errors import ModelError, RunError
 from rllm.rollouts.batch import check_failures
 from rllm.tracking.run_folder import RunFolder
-from rllm.update import datums_of
+from rllm.update import adam_params, datums_of
 
 # Mean difference of log-probabilities between sampler and trainer that a run goes on with. Two engines compute the same policy, so it
 # is that of the dtype; another policy than the trained one (the base without its adapter) is far above it once it has learned.
@@ -72,6 +73,7 @@ class FlowTrainer(PPOTrainerSync):
         self.facts: dict[str, Any] = {}
         self._rows: dict[str, Datum] = {}
         self._tokens = 0
+        self._rate: float | None = None  # that verl will have in the next update
         self._tasks, self._before, self._several = 0, 0, 1  # with rows to train; rows before padding; mini-batches
         self._told: dict[str, float] = {}
         self.notes: set[str] = set()
@@ -289,7 +291,18 @@ class FlowTrainer(PPOTrainerSync):
         output["perf/mfu/actor"] = output.pop("actor/mfu")
         metrics |= reduce_metrics(output)
         metrics["train/optimizer_steps"] = float(several * actor.ppo_epochs)
+        # verl tells the rate that the next step will have.
+        metrics["actor/lr"], self._rate = self._rate_now(), metrics["actor/lr"]
         return batch
+
+    def _rate_now(self) -> float:
+        """The learning rate of this step: what the last update left, or, before any in this process, that of the schedule."""
+        if self._rate is not None:
+            return self._rate
+        o, total = self.job.config.optim, self.total_training_steps
+        if self.global_steps == 1 and warmup_length(total, o.warmup_steps, o.warmup_ratio) >= 1:
+            return 0.0  # as verl begins a warm-up
+        return adam_params(self.job.config, self.global_steps, total).lr
 
     # ---- what is told and kept
 
