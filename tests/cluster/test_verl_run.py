@@ -123,6 +123,7 @@ def test_full_fine_tuning_makes_no_step_of_rows_without_a_signal_and_leaves_a_mo
             "group",
             "lora.rank=0",
             "optim.lr=1e-4",
+            "trainer.logger=[console,tensorboard]",
             "algorithm.mini_batch_size=1",
             "trainer.experiment_name=run",
             "trainer.total_steps=2",
@@ -133,6 +134,7 @@ def test_full_fine_tuning_makes_no_step_of_rows_without_a_signal_and_leaves_a_mo
         assert (step["samples/trained"], step["samples/dropped/zero_std"], step["train/optimizer_steps"]) == (4, 14, 1)
         assert step["actor/loss"] is not None and step["actor/grad_norm"] > 0
         assert step["publish/gap_mean"] < 1e-5
+    assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
     assert result["adapter"] is None and result["state"] == "checkpoints"
     saved = load_file(tmp_path / "run" / result["model"] / "model.safetensors")
     begun = load_file(DEFAULT_MODEL / "model.safetensors")

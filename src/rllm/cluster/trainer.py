@@ -7,6 +7,7 @@ local backend runs.
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import time
 from pathlib import Path
@@ -104,6 +105,9 @@ class FlowTrainer(PPOTrainerSync):
     def fit(self, agent_loop_manager: Any) -> None:
         self.completed = self.global_steps  # above 0 where a run goes on
         begun, config = self.completed, self.job.config
+        # verl's loggers write where their process happens to be, unless told.
+        os.environ.setdefault("TENSORBOARD_DIR", str(self.job.folder / "tensorboard"))
+        os.environ.setdefault("WANDB_DIR", str(self.job.folder))
         self._watch(agent_loop_manager)
         super().fit(agent_loop_manager)
         if self.job.validates and self.completed > begun and self._validated != self.completed:
