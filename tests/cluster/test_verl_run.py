@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from rllm.backends.local.loading import DEFAULT_MODEL
 from rllm.lora.files import read_adapter
+from rllm.lora.merge import base_of, merge_adapter
 
 HERE = Path(__file__).parent
 pytestmark = [
@@ -75,6 +76,11 @@ def test_adapter_mode_on_two_ranks_trains_publishes_saves_and_goes_on_upon_two_m
     assert rewarded and all(step["actor/grad_norm"] > 0 and step["actor/loss"] != 0 for step in rewarded)
     tensors = load_file(run / "adapter" / "adapter_model.safetensors")
     assert any(value.abs().sum() > 0 for name, value in tensors.items() if "lora_B" in name)
+    assert (run / "adapter" / "tokenizer.json").is_file() and "base fingerprint" in (
+        run / "adapter" / "README.md"
+    ).read_text()
+    done = merge_adapter(run / "adapter", Path(base_of(run / "adapter", DEFAULT_MODEL)), tmp_path / "merged")
+    assert done.matrices == len(tensors) // 2 and done.logits is not None  # those of PEFT on the base
     config, matrices = read_adapter(run / "adapter-step-2")
     assert (config["r"], config["lora_alpha"], len(matrices)) == (4, 8, len(tensors) // 2)
 

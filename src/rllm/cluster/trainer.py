@@ -30,15 +30,19 @@ from rllm.algorithms.grouping import Accounting
 from rllm.algorithms.metrics import validation_metrics
 from rllm.algorithms.schedules import warmup_length
 from rllm.algorithms.spec import Datum
+from rllm.backends.verl.install import VERSION
 from rllm.cluster.actor import FlowActorWorker
 from rllm.cluster.job import Job
 from rllm.cluster.resume import CHECKPOINTS, saved_step
 from rllm.cluster.rows import mini_batches
 from rllm.collect import Collected
 from rllm.errors import ModelError, RunError
+from rllm.lora.checkpoint import fingerprint
+from rllm.lora.files import CARD, CARD_FINGERPRINT, model_card
 from rllm.rollouts.batch import check_failures
 from rllm.tracking.run_folder import RunFolder
 from rllm.update import adam_params, datums_of
+from rllm.version import __version__
 
 # Mean difference of log-probabilities between sampler and trainer that a run goes on with. Two engines compute the same policy, so it
 # is that of the dtype; another policy than the trained one (the base without its adapter) is far above it once it has learned.
@@ -346,14 +350,30 @@ class FlowTrainer(PPOTrainerSync):
             self._export(self.job.folder / f"adapter-step-{self.global_steps}")
 
     def _export(self, path: Path) -> Path:
-        """The adapter as a PEFT folder, checked by reading it back."""
-        part = path.with_name(path.name + ".part")
+        """The adapter as a PEFT folder with tokenizer files and a model card, checked by reading it back."""
+        part, config = path.with_name(path.name + ".part"), self.job.config
+        folder = Path(self.config.actor_rollout_ref.model.path)
+        base = str(folder) if config.model.path == "default" else config.model.path
         shutil.rmtree(part, ignore_errors=True)
-        written = next(w for w in self.actor_rollout_wg.export_adapter(str(part), self.job.config.model.path) if w)
+        written = next(w for w in self.actor_rollout_wg.export_adapter(str(part), base) if w)
         if not (written["same"] and written["finite"] and written["tensors"]):
             raise ModelError(
                 f"adapter not saved in {path}: {written['tensors']} tensors, read back the same: {written['same']}, finite: {written['finite']}"
             )
+        self.tokenizer.save_pretrained(part)
+        rows = {
+            "base": base,
+            # Of a model of the hub that each machine fetched for itself there is no one folder.
+            **({CARD_FINGERPRINT: fingerprint(folder)} if folder.is_dir() else {}),
+            "rank": config.lora.rank,
+            "alpha": f"{config.lora.alpha:g} (scale alpha / rank)",
+            "trainable parameters": f"{self.facts['trained']:,}",
+            "step": self.completed if path.name == "adapter" else self.global_steps,
+            "check": "tensors read back and equal",
+            "versions": f"rllm {__version__}, verl {VERSION}",
+        }
+        told = {f"validation {when}": values for when, values in self.validations.items()}
+        (part / CARD).write_text(model_card(base, "LoRA adapter trained with rllm", rows, told), encoding="utf-8")
         shutil.rmtree(path, ignore_errors=True)
         part.rename(path)
         return path
