@@ -321,3 +321,16 @@ def test_an_expression_reaches_peft_as_the_modules_that_the_local_backend_adapts
         assert sorted(adapted.base_model.targeted_module_names) == sorted(backend.adapters["default"].modules_adapted)
     finally:
         backend.close()
+
+
+@needs_verl
+@pytest.mark.parametrize(
+    ("mean", "told"),
+    [(2e-3, "does not run the policy.*2.00e-03.*publish_tolerance"), (float("nan"), "diverged: lower")],
+)
+def test_a_gap_between_sampler_and_trainer_ends_the_run_with_what_it_means(mean, told):
+    from rllm.cluster.trainer import check_gap
+
+    check_gap(3, 1e-3, 1.0, 1e-3)
+    with pytest.raises(RunError, match=f"^step 3: .*{told}"):
+        check_gap(3, mean, 1.0, 1e-3)

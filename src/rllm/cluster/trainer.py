@@ -243,11 +243,7 @@ class FlowTrainer(PPOTrainerSync):
         )  # merged weights go to the sampler in bfloat16, whatever is trained
         dtype = "bfloat16" if merged else str(self.config.actor_rollout_ref.rollout.dtype)
         allowed = self.job.config.trainer.publish_tolerance or GAP.get(dtype, GAP["bfloat16"])
-        if not mean <= allowed:
-            raise RunError(
-                f"step {self.global_steps}: the sampler does not run the policy that is trained: log-probabilities of the same tokens "
-                f"differ by {mean:.2e} on average (largest {most:.2e}, allowed mean {allowed:.0e}: trainer.publish_tolerance)"
-            )
+        check_gap(self.global_steps, mean, most, allowed)
         return batch
 
     def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
@@ -377,6 +373,19 @@ class FlowTrainer(PPOTrainerSync):
         shutil.rmtree(path, ignore_errors=True)
         part.rename(path)
         return path
+
+
+def check_gap(step: int, mean: float, most: float, allowed: float) -> None:
+    """Raise a `RunError` where log-probabilities of sampler and trainer differ by more than the policy they share explains."""
+    if not math.isfinite(mean):
+        raise RunError(
+            f"step {step}: log-probabilities of sampled tokens are not finite; the weights have probably diverged: lower optim.lr"
+        )
+    if mean > allowed:
+        raise RunError(
+            f"step {step}: the sampler does not run the policy that is trained: log-probabilities of the same tokens "
+            f"differ by {mean:.2e} on average (largest {most:.2e}, allowed mean {allowed:.0e}: trainer.publish_tolerance)"
+        )
 
 
 def _nested(values: list[torch.Tensor]) -> torch.Tensor:
