@@ -22,7 +22,7 @@ test-all: lint
 #   pip install --target DIR --no-deps verl==0.9.1 TransferQueue==0.1.11 torchdata pyzmq msgspec
 #   pip install --target DIR -c constraints.txt 'ray[default]' 'tensordict<0.16' hydra-core datasets accelerate codetiming dill pandas \
 #       pyarrow pybind11 pylatexenc orjson cachetools
-# It comes last on the path, so that everything that is in .venv is used from there.
+# (1.7 GB, as two of these bring torch). It comes before .venv on the path, so both need the same versions: hence the constraints.
 test-verl: .venv/.ready-dev
 	@test -d "$(VERL_SITE)" || { echo "make: say VERL_SITE=DIR, a folder with verl 0.9.1 (see the Makefile)"; exit 2; }
 	PYTHONPATH=src:tests/cluster:$(VERL_SITE) $(BIN)/python -m pytest tests/cluster

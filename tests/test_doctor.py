@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -69,6 +70,14 @@ def test_an_optional_package_that_is_missing_is_no_problem(monkeypatch):
     report = doctor.examine()
     assert report.can_run and report.extras["tensorboard"]["tensorboard"]["installed"] is None
     assert "pip install 'rllm[tensorboard]'" in doctor.as_text(report)
+
+
+def test_a_package_of_which_one_version_is_needed_is_told_when_it_is_another(monkeypatch):
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.8.0" if name == "verl" else version(name))
+    report = doctor.examine()
+    assert report.can_run and report.extras["verl"]["verl"] == {"installed": "0.8.0", "needed": "==0.9.1", "ok": False}
+    assert re.search(r"verl +0\.8\.0 +optional, needed ==0\.9\.1: pip install 'rllm\[verl\]'", doctor.as_text(report))
 
 
 def test_a_backend_that_cannot_load_its_model_is_a_problem_with_the_reason_and_the_command_exits_with_1(monkeypatch):

@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def resumed(config: Config, tasks: Dataset | None, total: int) -> Resumed | None
     if run is None or tasks is None or config.trainer.val_only:
         return None
     state, progress = load(run)
-    check(run, progress, facts_of(config, tasks), total)
+    check(run, progress.step, progress.facts, facts_of(config, tasks), total)
     early_stop = EarlyStop(config.trainer.early_stop)
     early_stop.restore(progress.early_stop)
     if early_stop.reason:
@@ -124,7 +124,7 @@ def load(run: Path) -> tuple[Path, Progress]:
     return state, progress
 
 
-def chosen_run(config: Config) -> Path | None:
+def chosen_run(config: Config, has_state: Callable[[Path], object] = state_of) -> Path | None:
     """The run folder that ``trainer.resume`` names; with ``auto`` the newest called ``trainer.experiment_name`` that has a state."""
     wanted, t = config.trainer.resume, config.trainer
     if wanted is None:
@@ -136,29 +136,29 @@ def chosen_run(config: Config) -> Path | None:
             "trainer.resume=auto: it goes on with the run of that name, so trainer.experiment_name is needed; or give the folder, "
             "trainer.resume=<folder of the run>"
         )
-    return max(_runs_called(Path(t.run_dir), t.experiment_name), default=(0, None))[1]
+    return max(_runs_called(Path(t.run_dir), t.experiment_name, has_state), default=(0, None))[1]
 
 
-def _runs_called(root: Path, name: str) -> Iterator[tuple[int, Path]]:
+def _runs_called(root: Path, name: str, has_state: Callable[[Path], object]) -> Iterator[tuple[int, Path]]:
     """(number, folder) of the runs of that name which have a state: a run that begins while the name is taken gets ``-2``, ``-3``, ..."""
     for number in itertools.count(1):
         run = root / (name if number == 1 else f"{name}-{number}")
         if not run.exists():
             return
-        if state_of(run) is not None:
+        if has_state(run) is not None:
             yield number, run
 
 
-def check(run: Path, progress: Progress, facts: dict[str, Any], total: int) -> None:
-    """Raises `ConfigError` where the next steps would not be those of the run that stopped, or none are left."""
+def check(run: Path, step: int, facts_then: dict[str, Any], facts: dict[str, Any], total: int) -> None:
+    """Raises `ConfigError` where the steps after `step` would not be those of the run that stopped, or none are left."""
     for name, now in facts.items():
-        if (then := progress.facts.get(name)) != now:
+        if (then := facts_then.get(name)) != now:
             raise ConfigError(
                 f"trainer.resume={run}: that run has {name}={then}, this config {now}; a run goes on only as it was begun "
                 "(lora.adapter_path starts anew from saved weights)"
             )
-    if progress.step >= total:
+    if step >= total:
         raise ConfigError(
-            f"trainer.resume={run}: all {progress.step} steps of that run are done, and this config asks for {total}; raise "
+            f"trainer.resume={run}: all {step} steps of that run are done, and this config asks for {total}; raise "
             "trainer.total_steps to go on"
         )

@@ -23,7 +23,7 @@ from rllm.version import __version__
 
 LEAST_FREE_BYTES = 10**9
 COLUMN = 22
-_REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[.*?\])?>=([0-9.]+)(?:; extra == '(\w+)')?$")
+_REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[.*?\])?(>=|==)([0-9.]+)(?:; extra == '(\w+)')?$")
 
 
 @dataclass(frozen=True)
@@ -76,29 +76,30 @@ def examine(model: str = "default") -> Report:
 
 
 def _look_at_packages(report: Report) -> None:
-    for name, least, extra in _requirements():
-        installed = _version(name)
-        enough = installed is not None and _numbers(installed) >= _numbers(least)
-        entry = {"installed": installed, "needed": f">={least}", "ok": enough}
+    for name, relation, version, extra in _requirements():
+        installed, needed = _version(name), f"{relation}{version}"
+        found, wanted = _numbers(installed or ""), _numbers(version)
+        enough = installed is not None and (found == wanted if relation == "==" else found >= wanted)
+        entry = {"installed": installed, "needed": needed, "ok": enough}
         if extra:
             report.extras.setdefault(extra, {})[name] = entry
             continue
         report.packages[name] = entry
         if not enough:
-            found = "is not installed" if installed is None else f"{installed} is too old"
-            report.problems.append(Problem(f"{name} {found} (needed: >={least})", f"pip install '{name}>={least}'"))
+            why = "is not installed" if installed is None else f"{installed} is too old"
+            report.problems.append(Problem(f"{name} {why} (needed: {needed})", f"pip install '{name}{needed}'"))
 
 
-def _requirements() -> Iterator[tuple[str, str, str | None]]:
-    """(package, least version, extra) of what the installed rllm declares; what only its developers need is left out."""
+def _requirements() -> Iterator[tuple[str, str, str, str | None]]:
+    """(package, ``>=`` or ``==``, version, extra) of what the installed rllm declares; what only its developers need is left out."""
     try:
         declared = importlib.metadata.requires("rllm") or []
     except importlib.metadata.PackageNotFoundError:
         declared = []
     for text in declared:
         match = _REQUIREMENT.match(text.replace('"', "'"))
-        if match and match[3] != "dev":
-            yield match[1], match[2], match[3]
+        if match and match[4] != "dev":
+            yield match[1], match[2], match[3], match[4]
 
 
 def _version(name: str) -> str | None:
@@ -198,7 +199,10 @@ def as_text(report: Report) -> str:
         lines.append(f"  {name:<18}{entry['installed'] or 'missing':<14}{entry['needed']}")
     for extra, packages in report.extras.items():
         for name, entry in packages.items():
-            lines.append(f"  {name:<18}{entry['installed'] or 'missing':<14}optional: pip install 'rllm[{extra}]'")
+            needed = f", needed {entry['needed']}" if entry["installed"] and not entry["ok"] else ""
+            lines.append(
+                f"  {name:<18}{entry['installed'] or 'missing':<14}optional{needed}: pip install 'rllm[{extra}]'"
+            )
     lines += ["", "devices"]
     cpu = report.devices.get("cpu", {})
     lines.append(f"  cpu   {cpu.get('cores')} cores, {_size(cpu.get('memory_bytes'))}")

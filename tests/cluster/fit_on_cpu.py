@@ -1,11 +1,13 @@
 """A whole run on verl without accelerators: ``python fit_on_cpu.py FOLDER RANKS FAULT [key=value]...``; prints the result as JSON.
+RANKS are those of each machine: ``2`` is one machine with two, ``1+1`` two with one each (two Ray nodes on this host).
 
 Ray, TransferQueue, FSDP2 on gloo and the flow are what they are on a cluster; in the place of vLLM stands our local engine (`cpu_rollout`).
-FAULT ``task`` lets one of the three tasks fail, ``all`` every one, ``none`` none.
+FAULT ``task`` lets one of the three tasks fail, ``all`` every one, ``none`` none; with ``group`` only one task's solvers get rewards that differ.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -47,6 +49,7 @@ SMALL = [
 
 def main() -> None:
     import ray
+    from ray.cluster_utils import Cluster
     from solver_judge_flow import solver_judge, solver_judge_evaluator
 
     folder, ranks, fault, *overrides = sys.argv[1:]
@@ -59,11 +62,27 @@ def main() -> None:
             raise RuntimeError("this flow is broken")
         return await solver_judge.arun(task, config)
 
-    ray.init(num_cpus=16, num_gpus=int(ranks), include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    run = [f"trainer.run_dir={folder}", f"trainer.n_gpus_per_node={ranks}"]
+    @rllm.evaluator
+    def one_group(task: rllm.Task, episode: rllm.Episode) -> rllm.EvalOutput:
+        for k, trajectory in enumerate(episode.trajectories):
+            trajectory.reward = float(k % 2 == 0 or task.id != next(iter(train)).id or trajectory.name != "solver")
+        return rllm.EvalOutput(reward=1.0)
+
+    machines = [int(number) for number in ranks.split("+")]
+    quiet: dict = {"log_to_driver": False, "logging_level": "ERROR"}
+    if len(machines) == 1:
+        ray.init("local", num_cpus=16, num_gpus=machines[0], include_dashboard=False, **quiet)
+    else:
+        cluster = Cluster()
+        atexit.register(cluster.shutdown)  # else the next `ray.init` on this host would look for it
+        atexit.register(ray.shutdown)  # runs before
+        for number in machines:
+            cluster.add_node(num_cpus=16, num_gpus=number, include_dashboard=False)
+        ray.init(cluster.address, **quiet)
+    run = [f"trainer.run_dir={folder}", f"trainer.nnodes={len(machines)}", f"trainer.n_gpus_per_node={machines[0]}"]
     trainer = AgentTrainer(
         agent_flow=flow,
-        evaluator=solver_judge_evaluator,
+        evaluator=one_group if fault == "group" else solver_judge_evaluator,
         config=load_config(overrides=["backend=verl", *ON_CPU, *SMALL, *run, *overrides]),
         train_dataset=train,
         val_dataset=load_dataset("countdown", split="val").select(range(2)),

@@ -7,6 +7,7 @@ import pytest
 
 from rllm.backends.base import refuse_impossible
 from rllm.backends.verl.render import (
+    ACTOR,
     LOAD_FORMAT,
     MERGE,
     MODEL,
@@ -100,16 +101,16 @@ def test_dummy_weights_are_refused_in_adapter_mode():
 
 def test_verls_own_keys_pass_through_untouched_and_win():
     found = resolved(
-        "trainer.nnodes=2", f"{ROLLOUT}.gpu_memory_utilization=0.8", f"{ROLLOUT}.tensor_model_parallel_size=4"
+        "trainer.nnodes=4", f"{ROLLOUT}.gpu_memory_utilization=0.8", f"{ROLLOUT}.tensor_model_parallel_size=4"
     )
     assert found.config.verl == {
-        "trainer.nnodes": 2,
+        "trainer.nnodes": 4,
         f"{ROLLOUT}.gpu_memory_utilization": 0.8,
         f"{ROLLOUT}.tensor_model_parallel_size": 4,
     }
     assert not any("no effect" in note for note in found.notes)
     values = render(found.config, "/m", 7, "/r").values
-    assert (values["trainer.nnodes"], values[f"{ROLLOUT}.tensor_model_parallel_size"]) == (2, 4)
+    assert (values["trainer.nnodes"], values[f"{ROLLOUT}.tensor_model_parallel_size"]) == (4, 4)
 
 
 def test_a_config_file_may_nest_verls_keys_under_verl(tmp_path):
@@ -160,8 +161,37 @@ def test_without_the_verl_backend_its_keys_are_refused_by_name(more, training):
         ("algorithm.per_role={judge: {loss: gspo}}", "share one loss"),
         ("trainer.early_stop.metric=val/x/y trainer.test_freq=1", "last step"),
         ("model.device=cpu", "it can do auto, cuda"),
-        ("trainer.v1.trainer_mode=colocate_async", "sync"),
+        ("trainer.v1.trainer_mode=colocate_async", "in turn"),
+        ("trainer.v1.sampler.sync_refill_failed_groups=true", "rows itself"),
         (f"{ROLLOUT}.calculate_log_probs=false", "proof of each publish"),
+        (f"{ACTOR}.strategy=megatron", "FSDP2"),
+        ("model_engine=megatron", "FSDP"),
+        ("actor_rollout_ref.hybrid_engine=false", "in turn"),
+        (f"{ACTOR}.checkpoint.async_save=true", "for certain"),
+        ("gateway.port=8080", "free port"),
+        ("algorithm.clip_ratio_c=5 algorithm.loss=gspo", "no dual clip"),
+        (f"{MERGE}=maybe", "true and false"),
+        ("trainer.nnodes=0", ">= 1"),
+        ("trainer.n_gpus_per_node=two", ">= 1"),
+        (f"{ROLLOUT}.agent.num_workers=0", ">= 1"),
+        (f"{ROLLOUT}.gpu_memory_utilization=1.5", "from 0.01 to 1"),
+        (f"{ROLLOUT}.tensor_model_parallel_size=3 trainer.n_gpus_per_node=4", "4 GPUs"),
+        (f"{ACTOR}.ppo_max_token_len_per_gpu=100", "2560 tokens"),
+        # what is rllm's own on verl too has the fate that it has here
+        ("critic.enable=true", "no critic"),
+        ("reward.reward_model.enable=true", "evaluator"),
+        ("data.train_max_samples=2", "smaller data.train_files"),
+        ("data.custom_cls.path=x.py", "read by rllm"),
+        ("algorithm.use_pf_ppo=true", "not reweighted"),
+        ("algorithm.rollout_correction.rollout_rs=token_k1", "allowed: null"),
+        (f"{ROLLOUT}.top_k=20", "not built yet"),
+        (f"{ROLLOUT}.do_sample=false", "greedy"),
+        (f"{ROLLOUT}.agent.agent_loop_config_path=x.yaml", "@rllm.rollout"),
+        # what has a name here must not be said to verl alone
+        (f"verl.{ROLLOUT}.n=6", "rollout.n"),
+        ("verl.data.train_batch_size=4", "both must agree"),
+        ("verl.data.gen_batch_size=4", "data.train_batch_size"),
+        ("verl.trainer.critic_warmup=4", "no critic"),
     ],
 )
 def test_what_verl_cannot_do_is_an_error_that_names_the_key(override, told):
@@ -170,6 +200,47 @@ def test_what_verl_cannot_do_is_an_error_that_names_the_key(override, told):
         refuse_impossible(found.config, found.provenance)
     assert told in str(caught.value)
     assert override.partition("=")[0].split(".")[-1] in str(caught.value)
+
+
+def test_verls_keys_that_say_what_is_done_anyway_are_taken():
+    values = rendered(f"{ROLLOUT}.calculate_log_probs=true", "trainer.use_v1=true", f"{ROLLOUT}.mode=async").values
+    assert (values[f"{ROLLOUT}.calculate_log_probs"], values["trainer.use_v1"]) == (True, True)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["trainer.critic_warmup=5", "data.gen_batch_size=4", "data.filter_overlong_prompts=true", "trainer.resume_mode=auto",
+     f"{ROLLOUT}.val_kwargs.top_p=0.7", f"{ROLLOUT}.multi_turn.enable=true", f"{MODEL}.lora.dtype=bf16"],
+)  # fmt: skip
+def test_what_rllm_does_itself_is_noted_and_does_not_reach_verl(override):
+    found = resolved(override)
+    key = override.partition("=")[0]
+    assert found.config.verl == {}
+    assert any(key in note and "no effect" in note for note in found.notes)
+
+
+def test_a_warm_up_of_no_steps_wins_over_a_ratio():
+    values = rendered("optim.warmup_steps=0", "optim.warmup_ratio=0.5").values
+    assert values[f"{ACTOR}.optim.lr_warmup_steps_ratio"] == 0.0
+    assert rendered("optim.warmup_ratio=0.5").values[f"{ACTOR}.optim.lr_warmup_steps_ratio"] == 0.5
+
+
+def test_a_merge_that_is_left_open_is_chosen():
+    assert rendered(f"{MERGE}=null").values[MERGE] is True
+    assert rendered(f"{MERGE}=null", parameters=14e9).values[MERGE] is False
+
+
+def test_dummy_weights_are_refused_too_where_adapters_are_chosen_for_the_size():
+    with pytest.raises(ConfigError, match="vLLM must load the base itself"):
+        rendered(f"{LOAD_FORMAT}=dummy", parameters=14e9)
+    assert rendered(f"{LOAD_FORMAT}=dummy").values[LOAD_FORMAT] == "dummy"  # merged weights replace them
+
+
+def test_full_fine_tuning_saves_its_last_step_as_a_model():
+    values = rendered("lora.rank=0").values
+    assert values["trainer.save_freq"] == 7
+    assert "hf_model" in values[f"{ACTOR}.checkpoint.save_contents"]
+    assert rendered().values["trainer.save_freq"] == -1
 
 
 def test_the_size_of_a_model_is_read_from_its_config(tmp_path):

@@ -5,8 +5,9 @@ import random
 import pytest
 
 from rllm.algorithms.grouping import Accounting
+from rllm.cluster import rows
 from rllm.cluster.engine import ClientBackend
-from rllm.cluster.rows import rows_of_episode
+from rllm.cluster.rows import mini_batches, rows_of_episode
 from rllm.collect import Collected
 from rllm.config.load import load_config
 from rllm.gateway.errors import RequestError
@@ -51,6 +52,12 @@ def test_failed_episodes_have_no_rows_and_neither_have_trajectories_without_toke
     assert rows_of_episode(failed, 0, 0.6) == []
     silent = Episode(id="t:0", trajectories=[Trajectory("solver", [step([1], [])], 1.0)])
     assert rows_of_episode(silent, 0, 0.6) == []
+
+
+def test_an_episode_with_more_trajectories_than_there_are_keys_is_refused(monkeypatch):
+    monkeypatch.setattr(rows, "MOST_TRAJECTORIES", 2)
+    with pytest.raises(ValueError, match="3 trajectories in one episode; on verl there are 2 at most"):
+        rows_of_episode(episode(), 0, 0.6)
 
 
 def test_a_call_at_another_temperature_is_told_with_the_fix():
@@ -109,6 +116,16 @@ def test_verls_grpo_on_our_rows_is_ours(singletons):
             assert own == pytest.approx(value, rel=1e-4, abs=1e-6)  # verl adds 1e-6 to the standard deviation
         else:  # verl takes the raw reward, we compare with nobody and learn nothing
             assert own == 0.0 and value == pytest.approx(row.reward)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "rows", "ranks", "made"),
+    [(1, 1, 8, 1), (3, 12, 1, 3), (3, 4, 1, 2), (4, 1, 1, 1), (4, 9, 2, 3), (16, 3, 2, 2), (2, 0, 1, 1)],
+)
+def test_no_mini_batch_can_be_made_of_padding_alone(wanted, rows, ranks, made):
+    assert mini_batches(wanted, rows, ranks) == made
+    padded = -(-rows // (ranks * made)) * ranks * made
+    assert made == 1 or padded - rows < padded / made
 
 
 class Answer:

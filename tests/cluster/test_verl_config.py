@@ -46,6 +46,16 @@ def test_a_missing_rollout_engine_is_named(monkeypatch):
     install.require_verl("another")
 
 
+def test_another_release_of_vllm_is_refused_and_a_build_of_the_right_one_taken(monkeypatch):
+    found = {"verl": install.VERSION, "vllm": "0.25.0"}
+    monkeypatch.setattr(install.importlib.metadata, "version", found.__getitem__)
+    monkeypatch.setattr(install.importlib.util, "find_spec", lambda _: object())
+    with pytest.raises(ConfigError, match=r"found vllm 0\.25\.0; verl 0\.9\.1 runs vllm 0\.24\.0"):
+        install.require_verl()
+    found["vllm"] = "0.24.0+cu130"
+    install.require_verl()
+
+
 @needs_verl
 @pytest.mark.parametrize(
     "overrides",
@@ -88,6 +98,14 @@ def test_a_key_that_verl_lacks_is_told_with_the_nearest():
 
 
 @needs_verl
+def test_what_verls_own_config_classes_refuse_is_one_line():
+    from rllm.cluster.start import check_against_verl
+
+    with pytest.raises(ConfigError, match=r"verl refuses this config: .*ppo_micro_batch_size"):
+        check_against_verl(rendered("actor_rollout_ref.actor.use_dynamic_bsz=false", f"{ROLLOUT}.name=rllm_engine"))
+
+
+@needs_verl
 def test_a_complete_verl_script_reaches_verl_key_by_key():
     from rllm.cluster.start import compose
 
@@ -97,8 +115,8 @@ def test_a_complete_verl_script_reaches_verl_key_by_key():
     assert len(given) > 30
     for key, value in given.items():
         found = OmegaConf.select(tree, key)
-        # The script's variable; a weight that is 0 where the KL is off; the steps, which `render` is given.
-        if key.endswith((".path", "kl_loss_coef", "total_epochs", "total_training_steps")):
+        # The script's variable; a weight that is 0 where the KL is off; the steps, which `render` is given; what rllm does itself.
+        if key.endswith((".path", "kl_loss_coef", "total_epochs", "total_training_steps", "val_batch_size")):
             continue
         assert found == yaml.safe_load(value) or float(found) == float(value), key
 

@@ -22,8 +22,8 @@ HEAD = f"""# verl's and rLLM's keys
 
 A script written for verl (0.9.1) or rLLM runs here as it is: its keys set the field that means the same, or have no effect for a reason, or are
 refused with the reason before anything loads. Nothing is passed over: keys without effect are listed at the start of the run, one line a reason,
-and a key that is nobody's is an error with the nearest one. With `backend=verl`, keys without effect here pass on to verl as they are
-([verl.md](verl.md)). `rllm train FLOW key=value ... --show-config` shows what a script comes to.
+and a key that is nobody's is an error with the nearest one. With `backend=verl`, those that say where and how verl computes (placement, memory,
+engines) pass on to it as they are; what is said here of tasks, calls, rewards, advantages and files holds there too ([verl.md](verl.md)). `rllm train FLOW key=value ... --show-config` shows what a script comes to.
 
 Three differences of meaning, each said at the start of a run where it applies: LoRA is on unless `lora_rank=0` is given (verl: off unless a rank is
 given); `model.lora.*`, which verl reads for Megatron only, counts like the flat keys; of two spellings of one field that differ, none wins silently: it is an error.

@@ -123,6 +123,10 @@ from rllm.errors import ConfigError
         (["optim.schedule=cosin"], "constant | linear | cosine"),
         (["optim.warmup_ratio=1.5"], "less than or equal to 1"),
         (["optim.warmup_steps=-3"], "greater than or equal to 0"),
+        (
+            ["lora.rank=0", "lora.adapter_path=/a"],
+            "lora.adapter_path=/a with lora.rank=0: full fine-tuning has no adapter",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_at_start_with_the_fix(overrides, message):

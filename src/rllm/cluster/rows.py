@@ -5,6 +5,7 @@ Knows our types and verl's keys; imports nothing of verl.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rllm.algorithms.datums import rows_of
@@ -36,10 +37,15 @@ def rows_of_episode(episode: Episode, session: int, temperature: float) -> list[
     """The rows of every rewarded trajectory. Each trajectory is a session of its own: verl gives all rows of one session the advantage of
     the last, so roles that shared one would be mixed. A failed episode has none.
 
-    Raises `ValueError` where a call was sampled at another temperature than `temperature`, the one that verl trains all rows at.
+    Raises `ValueError` where a call was sampled at another temperature than `temperature`, the one that verl trains all rows at, and for
+    more than `MOST_TRAJECTORIES` trajectories, of which the last would take the keys of the next episode.
     """
     if episode.failed:
         return []
+    if len(episode.trajectories) > MOST_TRAJECTORIES:
+        raise ValueError(
+            f"{len(episode.trajectories)} trajectories in one episode; on verl there are {MOST_TRAJECTORIES} at most"
+        )
     rows: list[Row] = []
     for k, trajectory in enumerate(episode.trajectories):
         if trajectory.reward is None:
@@ -73,3 +79,13 @@ def rows_of_episode(episode: Episode, session: int, temperature: float) -> list[
 def split(datum: Datum) -> int:
     """Where the response of a row begins: at its first sampled token."""
     return datum.mask.index(1)
+
+
+def mini_batches(wanted: int, rows: int, ranks: int) -> int:
+    """How many mini-batches `rows` rows make on `ranks` ranks, at most `wanted`: so many that the rows which pad the last ones, with nothing
+    to train, can never be a whole mini-batch, wherever they come to."""
+    for several in range(wanted, 1, -1):
+        padded = math.ceil(rows / (ranks * several)) * ranks * several
+        if padded - rows < padded // several:
+            return several
+    return 1

@@ -6,7 +6,7 @@ Imported in processes of a run on verl only: it needs verl, Ray and TransferQueu
 from __future__ import annotations
 
 import asyncio
-import json
+import traceback
 from typing import Any
 
 import ray
@@ -20,9 +20,11 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from rllm.cluster.engine import ClientBackend
 from rllm.cluster.job import Job
 from rllm.cluster.rows import Row, rows_of_episode
-from rllm.cluster.tasks import row_to_task
+from rllm.cluster.tasks import text_to_task
+from rllm.errors import RunError
 from rllm.rollouts.batch import Rollouts, stable_seed
 from rllm.rollouts.runner import EpisodeRequest
+from rllm.rollouts.watchdog import Watchdog
 from rllm.types import Episode, TerminationReason
 
 _Worker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class  # pyright: ignore[reportAttributeAccessIssue]
@@ -51,6 +53,8 @@ class FlowWorker(_Worker):
         workers = max(rollout.agent.num_workers, 1)
         self.free = asyncio.Semaphore(max(ours.rollout.max_concurrency // workers, 1))
         self.episodes: list[Episode] = []
+        # A flow that blocks the loop uses up everybody's time, so it is ended while the others have some left.
+        self.watchdog: Watchdog | None = None
 
     async def _run_agent_loop(
         self,
@@ -67,14 +71,18 @@ class FlowWorker(_Worker):
         episode = await self._episode(task, int(session_id), step, validate=False)
         try:
             rows = rows_of_episode(episode, int(session_id), self.job.config.rollout.temperature)
+            if rows:
+                await self._put(rows, uid, step, row.get("data_source", "unknown"))
         except ValueError as error:
-            episode.termination_reason, episode.error, rows = TerminationReason.ERROR, str(error), []
+            episode.termination_reason, episode.error = TerminationReason.ERROR, str(error)
+        except (
+            Exception
+        ):  # rows that could not be written are not trained, so the episode must not count as if they were
+            episode.termination_reason, episode.error = TerminationReason.ERROR, traceback.format_exc()
         self.episodes.append(episode)
-        if rows:
-            await self._put(rows, uid, step, row.get("data_source", "unknown"))
 
     async def validate(self, asked: list[tuple[str, int]], step: int) -> list[Episode]:
-        """Validation episodes: (task as JSON, rollout index) each."""
+        """Validation episodes: (task as text, rollout index) each."""
         return list(await asyncio.gather(*(self._episode(task, k, step, validate=True) for task, k in asked)))
 
     def take_episodes(self) -> tuple[list[Episode], dict[str, float], list[str]]:
@@ -82,9 +90,15 @@ class FlowWorker(_Worker):
         taken, self.episodes = self.episodes, []
         return taken, self.rollouts.gateway.take_counts(), self.rollouts.runner.notes
 
+    async def alive(self) -> None:
+        """Answers, in a process that lives."""
+
     async def _episode(self, task: str, k: int, step: int, validate: bool) -> Episode:
         self.engine.home = asyncio.get_running_loop()
-        found = row_to_task(json.loads(task))
+        if self.watchdog is None:
+            self.watchdog = Watchdog(self.job.config.rollout.episode_timeout_s / 2)
+            self.watchdog.__enter__()  # as long as this process
+        found = text_to_task(task)
         seed = stable_seed(self.job.config.trainer.seed, "val" if validate else str(step), found.id, k)
         async with self.free:
             return await self.rollouts.runner.run_episode(EpisodeRequest(found, f"{found.id}:{k}", seed, validate))
@@ -130,14 +144,36 @@ class FlowManager(AgentLoopManagerTQ):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.agent_loop_workers_class = ray.remote(FlowWorker)  # after super, which sets its own
+        # After super, which sets its own. The watchdog tells a flow from the loop by Python's frames, of which uvloop has none.
+        self.agent_loop_workers_class = ray.remote(runtime_env={"env_vars": {"RAY_USE_UVLOOP": "0"}})(FlowWorker)
+        self._asked: dict[int, Any] = {}
+
+    def check_alive(self) -> None:
+        """Raise a `RunError` where a worker has died: nobody else would tell, and the rows that it owes would be waited for without end.
+        Waits for no answer; one that is busy is asked no second time."""
+        for i, worker in enumerate(self.agent_loop_workers):
+            if i not in self._asked:
+                self._asked[i] = worker.alive.remote()
+            elif ray.wait([self._asked[i]], timeout=0)[0]:
+                self._got([self._asked.pop(i)])
+
+    @staticmethod
+    def _got(answers: list[Any]) -> list[Any]:
+        """What the workers answered."""
+        try:
+            return ray.get(answers)
+        except ray.exceptions.RayActorError as error:
+            raise RunError(
+                "a process that runs episodes has died: the flow or the evaluator ended it (os._exit, a crash in native code), or it ran "
+                f"out of memory. {error}"
+            ) from error
 
     def take_episodes(self) -> tuple[list[Episode], dict[str, float], list[str]]:
         """Of all workers; counts are summed."""
         episodes: list[Episode] = []
         counts: dict[str, float] = {}
         notes: list[str] = []
-        for found, counted, noted in ray.get([w.take_episodes.remote() for w in self.agent_loop_workers]):
+        for found, counted, noted in self._got([w.take_episodes.remote() for w in self.agent_loop_workers]):
             episodes += found
             notes += [note for note in noted if note not in notes]
             counts = {name: counts.get(name, 0.0) + value for name, value in counted.items()}
@@ -148,7 +184,7 @@ class FlowManager(AgentLoopManagerTQ):
         asked = [(task, k) for task in tasks for k in range(n)]
         several = len(self.agent_loop_workers)
         shares = [asked[i::several] for i in range(several)]
-        done = ray.get(
+        done = self._got(
             [w.validate.remote(share, step) for w, share in zip(self.agent_loop_workers, shares, strict=True)]
         )
         return [done[i % several][i // several] for i in range(len(asked))]

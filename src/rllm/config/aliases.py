@@ -195,7 +195,7 @@ FLAGS: dict[str, dict[bool, str]] = {
     "algorithm.old_logprobs": {True: "sampler", False: "auto"},
 }
 
-_NO_GPU_SHARE = "this backend keeps one copy of the model in one process"
+_NO_GPU_SHARE = "one process trains and samples, with either rollout.engine, and shares its memory out itself"
 _ONE_UPDATE = "micro-batches never change the result here"
 _KL_IN_REWARD = (
     "the KL in the reward is switched on by algorithm.use_kl_in_reward, or weighed by algorithm.kl_in_reward"

@@ -22,6 +22,7 @@ Refuse = Callable[[str, str], Exception]
 
 def check_training(config: Config, refuse: Refuse) -> None:
     """Raise what `refuse(key, message)` makes of the first thing that cannot be done."""
+    _check_start(config, refuse)
     _check_reference(config, refuse)
     _check_precomputed(config.algorithm, refuse)
     _check_steps(config.algorithm, refuse)
@@ -30,6 +31,15 @@ def check_training(config: Config, refuse: Refuse) -> None:
     _check_rewards(config, refuse)
     _check_early_stop(config, refuse)
     _check_overlap(config, refuse)
+
+
+def _check_start(config: Config, refuse: Refuse) -> None:
+    if config.lora.adapter_path and not config.lora.trains_adapters:
+        raise refuse(
+            "lora.adapter_path",
+            f"lora.adapter_path={config.lora.adapter_path} with lora.rank=0: full fine-tuning has no adapter to go on from; set lora.rank to "
+            "that of the adapter, or leave the path out (rllm merge makes a model of both)",
+        )
 
 
 def _check_reference(config: Config, refuse: Refuse) -> None:

@@ -21,7 +21,7 @@ from rllm.config.aliases import (
     VERL_KL_COEF,
     Entry,
 )
-from rllm.config.foreign import ACTOR, MODEL, TREE_NO_EFFECT, TREE_ONLY
+from rllm.config.foreign import ACTOR, MODEL, ROLLOUT, TREE_NO_EFFECT, TREE_ONLY
 from rllm.errors import ConfigError
 
 _NO_EFFECT = NO_EFFECT | TREE_NO_EFFECT
@@ -195,17 +195,45 @@ def fate(key: str) -> Fate | None:
     return next((Fate(reason=_NO_EFFECT[name]) for name in (key, *_prefixes(key)) if name in _NO_EFFECT), None)
 
 
-# Sections of verl's tree of which every key is verl's; in the others (data, trainer, algorithm) only those of its own tables are.
-_VERL_ONLY = ("actor_rollout_ref.", "critic.", "reward.", "ray_kwargs.", "transfer_queue.", "global_profiler.")
-_VERL_SHARED = ("data.", "trainer.", "algorithm.", "model_engine")
+# Sections of verl's tree of which every key is verl's; in the others only those of its own tables are.
+_VERL_ONLY = ("actor_rollout_ref.", "ray_kwargs.", "transfer_queue.", "global_profiler.")
+_VERL_SHARED = ("trainer.", "model_engine")
+_VERL_OTHER = ("data.dataloader_num_workers",)
+# Of those, what rllm does itself on verl too (tasks, calls, rewards, advantages, files): such a key has the fate there that it has here.
+_OURS_THERE = (
+    f"{ROLLOUT}.do_sample",
+    f"{ROLLOUT}.top_k",
+    f"{ROLLOUT}.min_p",
+    f"{ROLLOUT}.ignore_eos",
+    f"{ROLLOUT}.over_sample_rate",
+    f"{ROLLOUT}.val_kwargs.",
+    f"{ROLLOUT}.multi_turn.",
+    f"{ROLLOUT}.agent.agent_loop_config_path",
+    f"{ROLLOUT}.agent.default_agent_loop",
+    f"{ACTOR}.policy_loss.",
+    f"{ACTOR}.shuffle",
+    f"{ACTOR}.optim.total_training_steps",
+    "trainer.critic_warmup",
+    "trainer.checkpoint_callback_class",
+    "trainer.episode_log_dir",
+    "trainer.log_val_generations",
+    "trainer.max_critic_ckpt_to_keep",
+    "trainer.resume_mode",
+    "trainer.rollout_data_dir",
+    "trainer.validation_data_dir",
+)
+# The rest of that section is for Megatron.
+_LORA_PASSED = (f"{MODEL}.lora.merge", f"{MODEL}.lora.fully_sharded_loras")
 
 
 def passes_to_verl(key: str) -> bool:
     """Whether a key, which is no field here, is one that ``backend=verl`` passes on to verl untouched."""
     theirs = fate(key)
-    if theirs is not None and theirs.fields:
+    if (theirs is not None and theirs.fields) or key.startswith(_OURS_THERE):
         return False
-    return key.startswith(_VERL_ONLY) or (theirs is not None and key.startswith(_VERL_SHARED))
+    if key.startswith(f"{MODEL}.lora."):
+        return key in _LORA_PASSED
+    return key.startswith(_VERL_ONLY) or (theirs is not None and key.startswith((*_VERL_SHARED, *_VERL_OTHER)))
 
 
 def foreign_keys() -> list[str]:

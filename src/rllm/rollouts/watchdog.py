@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import logging
+import math
 import sys
 import threading
 import time
@@ -38,7 +39,7 @@ class Watchdog:
         self.limit_s = max(limit_s, LEAST_S)
         self._beat = time.monotonic()
         self._over = threading.Event()
-        self._warned = self._raised = 0.0
+        self._warned, self._raised = 0.0, -math.inf
 
     def __enter__(self) -> Self:
         self._loop, self._watched = asyncio.get_running_loop(), threading.get_ident()
@@ -71,8 +72,9 @@ class Watchdog:
                     blocked,
                     _place(frame),
                 )
-            if blocked >= self.limit_s and self._raised != beat and self._beat == beat:
-                self._raised = beat
+            # Not by the beat alone: another flow may block in the same turn of the loop, before it beats again.
+            if blocked >= self.limit_s and time.monotonic() - self._raised >= self.limit_s and self._beat == beat:
+                self._raised = time.monotonic()
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._watched), ctypes.py_object(BlockedLoop))
 
 

@@ -10,7 +10,7 @@ import importlib.util
 
 from rllm.errors import ConfigError
 
-VERSION = "0.9.1"
+VERSION, VLLM_VERSION = "0.9.1", "0.24.0"
 _INSTALL = "pip install 'rllm[verl]'"
 # Modules that verl's v1 trainer imports and that verl itself does not always bring.
 _NEEDED = {
@@ -36,3 +36,12 @@ def require_verl(engine: str = "vllm") -> None:
         missing.append(engine)
     if missing:
         raise ConfigError(f"backend=verl: verl {VERSION} is here, but not {', '.join(missing)}; {_INSTALL}")
+    if engine == "vllm" and not _same_release(found := importlib.metadata.version("vllm"), VLLM_VERSION):
+        raise ConfigError(
+            f"backend=verl: found vllm {found}; verl {VERSION} runs vllm {VLLM_VERSION}, into whose insides it reaches to send weights: {_INSTALL}"
+        )
+
+
+def _same_release(found: str, wanted: str) -> bool:
+    """Whether `found` is `wanted`, built for whatever (``0.24.0+cu130``)."""
+    return found.partition("+")[0] == wanted

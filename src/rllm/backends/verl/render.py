@@ -12,25 +12,43 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rllm.config.explain import leaves
+from rllm.config.fate import fate, passes_to_verl
 from rllm.config.names import VLLM_RANKS
 from rllm.config.schema import Config, LoraSettings
 from rllm.errors import ConfigError
 
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 REMOVE_PADDING, ATTENTION = f"{MODEL}.use_remove_padding", f"{MODEL}.override_config.attn_implementation"
+TENSOR_PARALLEL, MOST_TOKENS = f"{ROLLOUT}.tensor_model_parallel_size", f"{ACTOR}.ppo_max_token_len_per_gpu"
 MERGE, LOAD_FORMAT = f"{MODEL}.lora.merge", f"{ROLLOUT}.load_format"
 # Up to here a whole copy of the weights in every step costs less than LoRA's own matrices on every sampled token.
 MERGE_UP_TO = 8e9
 _LOSSES = {"ppo_clip": "vanilla", "gspo": "gspo", "cispo": "cispo"}
 _KL = {"k1": "kl", "k2": "mse", "k3": "low_var_kl", "k1+": "kl+", "k3+": "low_var_kl+"}
-# Where verl and we mean other things by one key, a user's own value would undo what the rest relies on.
-_OURS = {
-    "trainer.use_v1": "rllm plugs into verl's v1 trainer",
-    "trainer.v1.trainer_mode": "steps sample, train and publish in turn (sync)",
-    f"{MODEL}.lora.rank": "FSDP reads lora_rank alone; set lora.rank",
-    f"{ROLLOUT}.calculate_log_probs": "the proof of each publish needs the sampler's log-probabilities",
-    f"{ROLLOUT}.agent.agent_loop_manager_class": "rllm runs the flow in its own",
-    "algorithm.rollout_correction.bypass_mode": "the proof of each publish needs the trainer's log-probabilities",
+# Keys of verl's whose other values would undo what the rest relies on: (the values that do not, why no other). A name that ends in '.'
+# stands for all keys below it.
+_OURS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "trainer.use_v1": ((True,), "rllm plugs into verl's v1 trainer"),
+    "trainer.v1.trainer_mode": (("sync",), "steps sample, train and publish in turn"),
+    "trainer.v1.": ((), "rllm collects each step's rows itself"),
+    "model_engine": (("dp",), "LoRA's keys, checks and files here are those of the FSDP engine"),
+    f"{ACTOR}.strategy": (("fsdp2",), "LoRA's keys, checks and files here are those of the FSDP2 engine"),
+    "actor_rollout_ref.hybrid_engine": ((True,), "the same GPUs sample and train in turn"),
+    f"{MODEL}.lora.rank": ((), "FSDP reads lora_rank alone; set lora.rank"),
+    f"{ROLLOUT}.mode": (("async",), "the gateway asks verl's servers call by call"),
+    f"{ROLLOUT}.calculate_log_probs": ((True,), "the proof of each publish needs the sampler's log-probabilities"),
+    f"{ROLLOUT}.agent.agent_loop_manager_class": ((), "rllm runs the flow in its own"),
+    f"{ACTOR}.checkpoint.async_save": ((False,), "a run goes on from steps that were saved for certain"),
+}
+# Numbers of verl's that fail in the middle of a start, or let it wait for ever: (least, most).
+_NUMBERS: dict[str, tuple[float, float]] = {
+    "trainer.nnodes": (1, math.inf),
+    "trainer.n_gpus_per_node": (1, math.inf),
+    f"{ROLLOUT}.agent.num_workers": (1, math.inf),
+    TENSOR_PARALLEL: (1, math.inf),
+    f"{ROLLOUT}.gpu_memory_utilization": (0.01, 1.0),
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units": (1, math.inf),
 }
 # Fields that verl has no counterpart of, with the value that asks for nothing.
 _NOT_THERE: dict[str, tuple[Any, str]] = {
@@ -44,6 +62,7 @@ _NOT_THERE: dict[str, tuple[Any, str]] = {
     "algorithm.max_staleness": (0, "every step samples with the newest policy"),
     "trainer.early_stop.metric": (None, "verl's loop runs to its last step"),
     "rollout.max_tokens_in_flight": (None, "vLLM bounds this itself (rollout.max_batch)"),
+    "gateway.port": (0, "each of its workers has an endpoint of its own, at a free port"),
 }  # fmt: skip
 _NOT_IN_ADAPTER: dict[str, Any] = {
     "train_attn": True,
@@ -85,6 +104,9 @@ def refuse(config: Config, provenance: Mapping[str, str] | None = None) -> None:
             raise no(f"lora.{name}", value, "verl passes on rank, alpha, target_modules and exclude_modules")
     if config.lora.alpha != int(config.lora.alpha):
         raise no("lora.alpha", config.lora.alpha, "verl takes whole numbers")
+    dual = config.algorithm.clip_ratio_c
+    if config.algorithm.loss == "gspo" and dual not in (0, type(config.algorithm).model_fields["clip_ratio_c"].default):
+        raise no("algorithm.clip_ratio_c", dual, "its gspo has no dual clip; leave it out")
     for role, own in config.algorithm.per_role.items():
         if own.loss is not None:
             raise no(f"algorithm.per_role.{role}.loss", own.loss, "all roles share one loss there")
@@ -92,10 +114,58 @@ def refuse(config: Config, provenance: Mapping[str, str] | None = None) -> None:
         raise no(
             "algorithm.reference", "initial_adapter", "its reference is the bare base; set algorithm.reference=base"
         )
-    for key in config.verl:
-        name = key.lstrip("+~")
-        if name in _OURS:
-            raise ConfigError(f"{key}={json.dumps(config.verl[key])}: not with rllm; {_OURS[name]}. Leave it out")
+    for key, value in config.verl.items():
+        _refuse_own(key, value)
+    _refuse_layout(config)
+
+
+def _refuse_own(key: str, value: Any) -> None:
+    """Raise a `ConfigError` for a key of verl's that means something here already, or would undo what the rest relies on."""
+    name, given = key.lstrip("+~"), f"{key}={json.dumps(value)}"
+    theirs = fate(name)
+    ours = name if name in dict(leaves(Config)) else theirs.fields[0] if theirs is not None and theirs.fields else None
+    if ours is not None and name not in _OURS:
+        raise ConfigError(f"{given}: this is {ours} here, and both must agree; set that one, without verl.")
+    for found in (name, *(prefix for prefix in _OURS if prefix.endswith(".") and name.startswith(prefix))):
+        allowed, why = _OURS.get(found, ((value,), ""))
+        if value not in allowed:
+            raise ConfigError(f"{given}: not with rllm; {why}. Leave it out")
+        if found in _OURS:
+            break
+    if not passes_to_verl(name) and theirs is not None and not theirs.takes(value):
+        raise ConfigError(f"{given}: not with rllm; {theirs.reason}. Leave it out")
+    if name == MERGE and not isinstance(value, (bool, type(None))):
+        raise ConfigError(f"{given}: allowed are true and false; leave it out for what suits the model")
+    if name in _NUMBERS:
+        least, most = _NUMBERS[name]
+        whole = most == math.inf
+        kinds = int if whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+            raise ConfigError(
+                f"{given}: allowed: {f'whole number >= {least}' if whole else f'number from {least} to {most:g}'}"
+            )
+
+
+def _refuse_layout(config: Config) -> None:
+    """Numbers that do not go together, which verl would find out when the workers are there, or in the middle of a step."""
+    gpus = config.verl.get("trainer.nnodes", 1) * config.verl.get("trainer.n_gpus_per_node", 1)
+    parallel = config.verl.get(TENSOR_PARALLEL, 1)
+    if gpus % parallel:
+        raise ConfigError(
+            f"{TENSOR_PARALLEL}={parallel}: {gpus} GPUs (trainer.nnodes x trainer.n_gpus_per_node) cannot be shared out to engines of {parallel}"
+        )
+    longest, most = _longest_row(config), config.verl.get(MOST_TOKENS)
+    if isinstance(most, int) and most < longest:
+        raise ConfigError(
+            f"{MOST_TOKENS}={most}: a row may have {longest} tokens (model.max_model_len, or data.max_prompt_length + the longest "
+            "response), and verl splits none; raise it, or leave it out"
+        )
+
+
+def _longest_row(config: Config) -> int:
+    """Tokens of the longest conversation that a call can end."""
+    response = config.rollout.max_tokens or config.data.max_response_length
+    return config.model.max_model_len or config.data.max_prompt_length + response
 
 
 def render(
@@ -130,7 +200,7 @@ def render(
         done.notes.append(
             f"verl: FlashAttention is not installed here, so {ATTENTION}=sdpa and {REMOVE_PADDING}=false, which is slower"
         )
-    done.values |= config.verl
+    done.values |= {key: value for key, value in config.verl.items() if (key, value) != (MERGE, None)}
     return done
 
 
@@ -178,7 +248,7 @@ def _choose_merge(config: Config, parameters: float | None, done: Rendered) -> N
     done.notes.append(
         f"verl: {MERGE}=false{why}: adapters go to vLLM, which reserves rank {rounded} for rank {config.lora.rank}"
     )
-    if given is not None and config.verl.get(LOAD_FORMAT, "safetensors") != "safetensors":
+    if "dummy" in str(config.verl.get(LOAD_FORMAT, "")):
         raise ConfigError(
             f"{LOAD_FORMAT}={config.verl[LOAD_FORMAT]} with {MERGE}=false: vLLM must load the base itself; set it to safetensors, or "
             "leave it out"
@@ -216,7 +286,7 @@ def _rollout(config: Config, longest: int) -> dict[str, Any]:
         f"{ROLLOUT}.top_p": 1.0,
         f"{ROLLOUT}.max_num_seqs": r.max_batch,
         f"{ROLLOUT}.max_model_len": longest,  # vLLM refuses more than the model has positions
-        f"{ROLLOUT}.tensor_model_parallel_size": 1,
+        TENSOR_PARALLEL: 1,
         f"{ROLLOUT}.calculate_log_probs": True,
         f"{ROLLOUT}.val_kwargs.n": r.n_val,
         f"{ROLLOUT}.val_kwargs.temperature": r.temperature if r.val_temperature is None else r.val_temperature,
@@ -234,7 +304,8 @@ def _actor(config: Config, longest: int) -> dict[str, Any]:
         f"{ACTOR}.optim.override_optimizer_config": {"eps": o.eps},
         f"{ACTOR}.optim.lr_scheduler_type": o.schedule,
         f"{ACTOR}.optim.lr_warmup_steps": -1 if o.warmup_steps is None else o.warmup_steps,
-        f"{ACTOR}.optim.lr_warmup_steps_ratio": o.warmup_ratio,
+        # verl takes its ratio where the steps are 0; here the steps win.
+        f"{ACTOR}.optim.lr_warmup_steps_ratio": o.warmup_ratio if o.warmup_steps is None else 0.0,
         f"{ACTOR}.optim.min_lr_ratio": o.min_lr_ratio,
         f"{ACTOR}.optim.clip_grad": o.grad_clip or 1e9,
         f"{ACTOR}.grad_clip": o.grad_clip or 1e9,
@@ -253,7 +324,7 @@ def _actor(config: Config, longest: int) -> dict[str, Any]:
             a.mini_batch_size or config.data.train_batch_size, config.data.train_batch_size
         ),
         f"{ACTOR}.use_dynamic_bsz": True,
-        f"{ACTOR}.ppo_max_token_len_per_gpu": max(16384, longest),
+        MOST_TOKENS: max(16384, longest),
     }
     if a.loss_agg_mode == "seq-mean-token-sum-norm" and a.loss_scale_factor is None:
         values[f"{ACTOR}.loss_scale_factor"] = config.rollout.max_tokens or config.data.max_response_length
@@ -261,8 +332,10 @@ def _actor(config: Config, longest: int) -> dict[str, Any]:
 
 
 def _trainer(config: Config, steps: int, folder: str) -> dict[str, Any]:
-    t = config.trainer
-    return {
+    t, adapters = config.trainer, config.lora.trains_adapters
+    # All weights have no file of their own but verl's, so the last step is always saved, and as a model folder too.
+    whole = {} if adapters else {f"{ACTOR}.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"]}
+    return whole | {
         # Advantages are rllm's own, so that they are those of the local backend; this names a group's estimator for verl's checks.
         "algorithm.adv_estimator": "grpo",
         "trainer.use_v1": True,
@@ -270,7 +343,7 @@ def _trainer(config: Config, steps: int, folder: str) -> dict[str, Any]:
         # Its epochs leave out a last batch that is not full, so they are no measure of the steps.
         "trainer.total_epochs": max(steps, 1),
         "trainer.test_freq": t.test_freq or -1,
-        "trainer.save_freq": t.save_freq or -1,
+        "trainer.save_freq": t.save_freq or (-1 if adapters or not steps else steps),
         "trainer.val_before_train": t.val_before_train or t.val_only,
         "trainer.val_only": t.val_only,
         "trainer.logger": t.logger,
