@@ -1,7 +1,6 @@
 """A step with and without `trainer.overlap`: episodes of very different length, and tools that keep some of them waiting.
 
-    python bench/overlap.py                    # the packaged model on CPU
-    python bench/overlap.py --shapes 0.6b      # Qwen3-0.6B shapes, random weights, on a GPU
+    python bench/overlap.py                    # the packaged model on CPU; --shapes: random weights of a size
 
 Each task is tried `--group` times. An episode is two calls of the model with a tool between them: completions of 1/8 to 2 times `--tokens`,
 most of them short, and tools that take an exponentially distributed time (`--wait` in the mean). Both sides see the same draws.

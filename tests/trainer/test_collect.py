@@ -16,7 +16,7 @@ class FakeRollouts:
         self.rewards, self.finish, self.reason = rewards, finish, reason
         self.asked: list[tuple[list[str], int, int]] = []
 
-    def run(self, tasks, *, n, step, attempt):
+    def run(self, tasks, *, n, step, attempt, on_episode=None):
         self.asked.append(([task.id for task in tasks], step, attempt))
         episodes = []
         for task in tasks:

@@ -12,6 +12,7 @@ from openai import AsyncOpenAI
 import rllm
 from rllm.backends.base import AdamParams, Datum, LossSpec
 from rllm.backends.local.backend import LocalBackend
+from rllm.config.check import overlap_problem
 from rllm.config.names import AGGREGATIONS
 from rllm.config.schema import Config
 from rllm.data.countdown import countdown
@@ -232,6 +233,13 @@ def test_rows_that_turned_out_otherwise_are_trained_again(backend_of):
     backend.train_ahead(data[:4], LossSpec())
     left, trained = update._without(data, data[:4])
     assert left == data[4:] and list(trained) == data[:4]
+
+
+def test_it_is_refused_on_a_device_where_it_does_not_work():
+    config = Config.model_validate({"trainer": {"overlap": True}})
+    assert overlap_problem(config, "cpu") is None
+    problem = overlap_problem(config, "cuda")
+    assert problem is not None and "set model.device=cpu" in problem
 
 
 def test_a_run_whose_flows_fail_ends_without_a_gradient_left(tmp_path, at_once):

@@ -307,8 +307,8 @@ class TrainerConfig(Section):
     )
     overlap: bool = Field(
         default=False,
-        description="Train groups whose episodes are finished while others still run; the gradient is the same but for the order of "
-        "its sums",
+        description="Train groups whose episodes are finished while others still run (on CPU, where flows wait for their tools); the "
+        "gradient is the same but for the order of its sums",
     )
     publish_tolerance: float | None = Field(
         default=None,

@@ -11,8 +11,7 @@ import importlib
 import json
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +42,15 @@ from rllm.backends.local.language_model import LanguageModel
 from rllm.backends.local.learner import Learner, Policy
 from rllm.backends.local.loading import (
     end_of_turn_ids,
-    load_both,
+    load_model,
+    load_tokenizer,
     resolve_model,
     save_model,
     wanted_length,
 )
 from rllm.backends.local.model import Decoder
 from rllm.backends.local.teacher import check_length, load_teacher
-from rllm.config.check import engine_problem, quantization_problem
+from rllm.config.check import engine_problem, overlap_problem, quantization_problem
 from rllm.config.schema import Config, ModelConfig
 from rllm.errors import ConfigError, ModelError
 from rllm.lora.adapter import LoraAdapter
@@ -87,7 +87,6 @@ class LocalBackend:
         self.learner = Learner(model, adapters, frozen=self._initial, start=start, teacher=teacher)
         # Adapters in training stand around the base's weights, one at a time.
         self._scoring = threading.Lock()
-        self._side: torch.cuda.Stream | None = None
         self.policy_version = 0
         self.engine = self._create_engine(
             eos_ids=end_of_turn_ids(folder, tokenizer),
@@ -109,9 +108,12 @@ class LocalBackend:
         check_quantization(config.model, bool(config.lora.adapters()), device)
         if problem := engine_problem(config, device.type, training=not config.trainer.val_only):
             raise ConfigError(problem)
+        if problem := overlap_problem(config, device.type):
+            raise ConfigError(problem)
         dtype = pick_dtype(config.model.dtype, device)
         folder = resolve_model(config.model.path)
-        tokenizer, model = load_both(folder, dtype, device, config.model.quantization, wanted_length(config))
+        tokenizer = load_tokenizer(folder)
+        model = load_model(folder, dtype, device, config.model.quantization, wanted_length(config))
         if len(tokenizer) > model.config.vocab_size:
             raise ModelError(
                 f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, the model {model.config.vocab_size}"
@@ -142,23 +144,8 @@ class LocalBackend:
         return self.learner.micro_batch_tokens
 
     def train_ahead(self, data: Sequence[Datum], loss: Losses) -> None:
-        with self._scoring, cores.turn(), self._beside_sampling():
+        with self._scoring, cores.turn():
             self.learner.train_ahead(data, loss)
-
-    @contextmanager
-    def _beside_sampling(self) -> Iterator[None]:
-        """What is computed in a ``with`` of this does not wait for what the sampler queues on the device, nor holds that up: its graphs have
-        priority."""
-        if self.model.device.type != "cuda":
-            yield
-            return
-        device = self.model.device
-        if self._side is None:
-            self._side = torch.cuda.Stream(device)
-        self._side.wait_stream(torch.cuda.default_stream(device))
-        with torch.cuda.stream(self._side):
-            yield
-        self._side.synchronize()
 
     def logprobs(
         self, data: Sequence[Datum], adapter: str | None = None, trained_only: bool = False

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -172,26 +171,6 @@ def load_model(
     model = load_plain(folder, hf, dtype, torch.device(device))
     logger.warning("model.path: %s: %s; so it takes the %s", folder, missing, model.path)
     return model
-
-
-def load_both(
-    folder: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    quantization: Literal["none", "nf4"] = "none",
-    longest: int | None = None,
-) -> tuple[Any, LanguageModel]:
-    """(`load_tokenizer`, `load_model`) of a folder. For our decoder side by side: one imports for seconds, the other reads and copies."""
-    if fast_path_missing(read_config(folder), longest) is not None:  # that model is transformers' own, and imports too
-        return load_tokenizer(folder), load_model(folder, dtype, device, quantization, longest)
-    with ThreadPoolExecutor(1) as beside:
-        tokenizer = beside.submit(load_tokenizer, folder)
-        try:
-            model = load_model(folder, dtype, device, quantization, longest)
-        except ModelError:
-            tokenizer.result()  # of two faults the tokenizer's is told, as where one is loaded after the other
-            raise
-        return tokenizer.result(), model
 
 
 def load_decoder(
