@@ -241,17 +241,19 @@ def rows_of_w(args: argparse.Namespace, vocab: int, ragged: bool = False) -> lis
     return rows
 
 
-def check_training(config: DecoderConfig) -> dict[str, float]:
-    """Loss and gradients of every A and B against the plain path in float32, on four layers of the same widths, ragged rows."""
+def check_training(config: DecoderConfig, shared: int) -> dict[str, float]:
+    """Loss and gradients of every A and B against the plain path in float32, on four layers of the same widths, ragged rows of which
+    `shared` in turn have their prompt in common."""
     small = dataclasses.replace(config, n_layers=4)
     fast = random_decoder(small)
     exact = Decoder(small, fast.inv_freq, dtype=torch.float32, device="cuda")
     exact.load_state_dict({name: value.float() for name, value in fast.state_dict().items()})
     exact.fused = False
     rows = []
-    for i, prompt in enumerate(prompts_of(8, 200)):
+    texts = prompts_of(8, 200)
+    for i, text in enumerate(texts):
         length = 40 + 20 * i
-        row = Datum(prompt[:length], [0] * 20 + [1] * (length - 20))
+        row = Datum(texts[i // shared * shared][:30] + text[30:length], [0] * 30 + [1] * (length - 30))
         row.logprobs = [-11.9 * m for m in row.mask]
         row.advantages = [(-1.0) ** i * m for m in row.mask]
         rows.append(row)
@@ -259,9 +261,14 @@ def check_training(config: DecoderConfig) -> dict[str, float]:
     for model in (fast, exact):
         adapter = adapter_of(model, 8)
         learner = Learner(model, {"default": adapter})
+        learner.shares_prompts = model is fast
         for _ in range(3):  # as it is queued first, captured, and run again
             learner.discard_gradients()
             loss = learner.forward_backward(rows, LossSpec(clip_low=10, clip_high=10))["loss"]
+        if model is fast and (
+            learner._layers is None or (shared > 1) not in {key[0].groups > 0 for key in learner._layers._graphs}
+        ):
+            raise SystemExit("what is to be checked did not run")
         losses.append(loss)
         gradients.append(torch.cat([p.grad.flatten() for p in adapter.parameters() if p.grad is not None]))
     error = (gradients[0] - gradients[1]).norm() / gradients[1].norm()
@@ -318,26 +325,30 @@ def _time_steps(
 
 
 def bench_training(args: argparse.Namespace, config: DecoderConfig) -> None:
-    check(check_training(config))
-    for label, rank, ragged in (
-        ("LoRA r=8", 8, False),
-        ("LoRA r=32", 32, False),
-        ("full", 0, False),
-        ("LoRA r=8, ragged", 8, True),
-        ("full, ragged", 0, True),
+    for shared in (1, 4):
+        check(check_training(config, shared))
+    for label, rank, ragged, shares in (
+        ("LoRA r=8", 8, False, True),
+        ("LoRA r=32", 32, False, True),
+        ("full", 0, False, True),
+        ("LoRA r=8, ragged", 8, True, True),
+        ("full, ragged", 0, True, True),
+        ("LoRA r=8, each row whole", 8, False, False),
+        ("full, each row whole", 0, False, False),
     ):
         rows = rows_of_w(args, config.vocab_size, ragged)
         tidy()
         torch.cuda.reset_peak_memory_stats()
         model = random_decoder(config)
         if not rank and not fits(model):
-            print(f"train {label:16s} does not fit into this device")
+            print(f"train {label:24s} does not fit into this device")
             continue
         learner = Learner(model, {"default": adapter_of(model, rank)} if rank else {})
+        learner.shares_prompts = shares
         forward = timed(lambda learner=learner, rows=rows: learner.forward_backward(rows, LossSpec()), args.repeats)
         step = timed(lambda learner=learner: learner.optim_step(AdamParams(1e-6)), args.repeats)
         print(
-            f"train {label:16s} forward+backward {forward:.3f} s  optimizer {step * 1e3:.1f} ms  peak "
+            f"train {label:24s} forward+backward {forward:.3f} s  optimizer {step * 1e3:.1f} ms  peak "
             f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB  micro-batch {learner.micro_batch_tokens} tokens",
             flush=True,
         )

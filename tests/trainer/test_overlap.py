@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import threading
 import time
 
@@ -10,9 +11,8 @@ import torch
 from openai import AsyncOpenAI
 
 import rllm
-from rllm.backends.base import AdamParams, Datum, LossSpec
+from rllm.backends.base import DEFAULT_ADAPTER, INITIAL_ADAPTER, AdamParams, Datum, LossSpec, SamplingParams
 from rllm.backends.local.backend import LocalBackend
-from rllm.config.check import overlap_problem
 from rllm.config.names import AGGREGATIONS
 from rllm.config.schema import Config
 from rllm.data.countdown import countdown
@@ -235,11 +235,67 @@ def test_rows_that_turned_out_otherwise_are_trained_again(backend_of):
     assert left == data[4:] and list(trained) == data[:4]
 
 
-def test_it_is_refused_on_a_device_where_it_does_not_work():
-    config = Config.model_validate({"trainer": {"overlap": True}})
-    assert overlap_problem(config, "cpu") is None
-    problem = overlap_problem(config, "cuda")
-    assert problem is not None and "set model.device=cpu" in problem
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rank", [8, 0])
+def test_on_cuda_passes_are_trained_and_captured_while_the_sampler_captures_its_own(rank):
+    config = {"model": {"device": "cuda"}, "lora": {"rank": rank, "alpha": 16}, "rollout": {"max_batch": 64}}
+    backend = LocalBackend.create(Config.model_validate(config))
+    quiet, loss = LocalBackend.create(Config.model_validate(config)), LossSpec()
+    names = [DEFAULT_ADAPTER, INITIAL_ADAPTER if rank else DEFAULT_ADAPTER] * 20
+    numbers, faults = random.Random(0), []
+
+    def sample(over, made):
+        """Batches of all sizes, each with prompts of other lengths, so that something new is captured all the time."""
+        try:
+            while not over.is_set():
+                prompts = [[numbers.randrange(5, 200) for _ in range(numbers.randrange(4, 150))] for _ in names]
+                params = [SamplingParams(max_tokens=numbers.randrange(2, 60), ignore_eos=True) for _ in names]
+                asked = [backend.engine.submit(*one) for one in zip(prompts, params, names, strict=True)]
+                made += zip(prompts, names, [future.result() for future in asked], strict=True)
+        except Exception as error:
+            faults.append(error)
+
+    try:
+        for trial in range(4):
+            over, made = threading.Event(), []
+            worker = threading.Thread(target=sample, args=(over, made))
+            worker.start()
+            pieces = [rows(4 + numbers.randrange(9), seed=10 * trial + k) for k in range(6)]
+            for piece in pieces:
+                for _ in range(3):  # a shape is captured when it is seen again
+                    backend.train_ahead(piece, loss)
+                backend.discard_gradients()
+            for piece in pieces[:-1]:
+                backend.train_ahead(piece, loss)
+            over.set()
+            worker.join()
+            assert not faults and len(made) >= len(names)
+            whole = [row for piece in pieces for row in piece]
+            metrics = backend.forward_backward(pieces[-1], loss, whole[: -len(pieces[-1])])
+            expected = quiet.forward_backward(whole, loss)
+            assert metrics["loss"] == pytest.approx(expected["loss"], rel=2e-2)
+            for mine, value in zip(gradients(backend), gradients(quiet), strict=True):
+                assert (mine - value).norm() <= 3e-2 * value.norm() + 1e-6
+            for prompt, name, answer in made[-10:]:
+                scored = quiet.score([*prompt, *answer.ids], name).logprobs[len(prompt) - 1 :]
+                gaps = [abs(a - b) for a, b in zip(answer.logprobs, scored, strict=True)]
+                assert max(gaps) < 0.5 and sum(gaps) / len(gaps) < 0.05, gaps
+            for one in (backend, quiet):
+                one.optim_step(AdamParams(1e-3))
+                one.publish()
+            probe = backend.probe()
+            assert probe.same_weights and probe.gap_max < probe.tolerance
+            assert backend.learner._layers._graphs
+            with torch.no_grad():  # AdamW's first steps have the sign of a gradient, even of one that is but rounding
+                for mine, value in zip(backend.learner.trainable(), quiet.learner.trainable(), strict=True):
+                    mine.copy_(value)
+                for weight, master in backend.learner.masters.items():
+                    weight.copy_(master)
+            backend.publish()
+    finally:
+        backend.close()
+        quiet.close()
 
 
 def test_a_run_whose_flows_fail_ends_without_a_gradient_left(tmp_path, at_once):

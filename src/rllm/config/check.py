@@ -132,16 +132,6 @@ def engine_problem(config: Config, device: str | None = None, training: bool = T
     return None
 
 
-def overlap_problem(config: Config, device: str) -> str | None:
-    """Why ``trainer.overlap`` cannot be had on a device. Capturing a training pass stops what the sampler does at that moment."""
-    if not config.trainer.overlap or config.trainer.val_only or device == "cpu":
-        return None
-    return (
-        f"trainer.overlap=true on {device}: there passes are captured as graphs, which cannot be done while the sampler runs; leave "
-        "trainer.overlap out, or set model.device=cpu"
-    )
-
-
 def _check_sampling(config: Config, refuse: Callable[[str, str], ConfigError]) -> None:
     r = config.rollout
     a = config.algorithm

@@ -173,3 +173,23 @@ def test_base_adapter_stop_seeds_streams_and_cancelling(backend):
     with pytest.raises(ValueError, match="unknown adapter"):
         backend.engine.submit([10], SamplingParams(4), "nobody")
     assert len(sample(backend, 4)) == 4
+
+
+@pytest.mark.gpu
+@has_vllm
+def test_rows_are_trained_while_vllm_samples(backend):
+    rows = rows_of(sample(backend, temperature=1.0))
+    backend.forward_backward(rows, LossSpec())
+    expected = [p.grad.clone() for p in backend.learner.trainable()]
+    backend.discard_gradients()
+    long = SamplingParams(600, ignore_eos=True)
+    asked = [backend.engine.submit([10 + i, 20, 30], long, "default") for i in range(8)]
+    for _ in range(4):  # a shape is captured when it is seen again
+        backend.discard_gradients()
+        backend.train_ahead(rows[:4], LossSpec())
+    assert not all(future.done() for future in asked)
+    backend.forward_backward(rows[4:], LossSpec(), rows[:4])
+    for parameter, gradient in zip(backend.learner.trainable(), expected, strict=True):
+        assert (parameter.grad - gradient).norm() <= 3e-2 * gradient.norm() + 1e-6
+    backend.discard_gradients()
+    assert all(len(future.result().ids) == 600 for future in asked)

@@ -5,13 +5,14 @@ Puts the parts together behind the `Backend` contract; the work is in model, eng
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import importlib
 import json
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ from rllm.backends.local.loading import (
 )
 from rllm.backends.local.model import Decoder
 from rllm.backends.local.teacher import check_length, load_teacher
-from rllm.config.check import engine_problem, overlap_problem, quantization_problem
+from rllm.config.check import engine_problem, quantization_problem
 from rllm.config.schema import Config, ModelConfig
 from rllm.errors import ConfigError, ModelError
 from rllm.lora.adapter import LoraAdapter
@@ -85,6 +86,8 @@ class LocalBackend:
         has_reference = config.algorithm.kl_beta or config.algorithm.kl_in_reward
         start = copy.deepcopy(model) if has_reference and not adapters else None
         self.learner = Learner(model, adapters, frozen=self._initial, start=start, teacher=teacher)
+        if not config.trainer.val_only:
+            self.learner.make_room()
         # Adapters in training stand around the base's weights, one at a time.
         self._scoring = threading.Lock()
         self.policy_version = 0
@@ -100,6 +103,7 @@ class LocalBackend:
         # request would hold it up for that long.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._optimizer_ready = False
+        self._aside: torch.cuda.Stream | None = None
 
     @classmethod
     def create(cls, config: Config) -> LocalBackend:
@@ -107,8 +111,6 @@ class LocalBackend:
         device = pick_device(config.model.device)
         check_quantization(config.model, bool(config.lora.adapters()), device)
         if problem := engine_problem(config, device.type, training=not config.trainer.val_only):
-            raise ConfigError(problem)
-        if problem := overlap_problem(config, device.type):
             raise ConfigError(problem)
         dtype = pick_dtype(config.model.dtype, device)
         folder = resolve_model(config.model.path)
@@ -144,8 +146,24 @@ class LocalBackend:
         return self.learner.micro_batch_tokens
 
     def train_ahead(self, data: Sequence[Datum], loss: Losses) -> None:
-        with self._scoring, cores.turn():
+        with self._scoring, cores.turn(), self._beside_the_sampler():
             self.learner.train_ahead(data, loss)
+
+    @contextlib.contextmanager
+    def _beside_the_sampler(self) -> Iterator[None]:
+        """On CUDA, a stream of its own for what is queued in a ``with`` of this, which waits for it at the end."""
+        if self.model.device.type != "cuda":
+            yield
+            return
+        now = torch.cuda.current_stream(self.model.device)
+        self._aside = self._aside or torch.cuda.Stream(self.model.device)
+        # What is not yet done there may still be read or written here, and memory freed there may be given out here.
+        self._aside.wait_stream(now)
+        try:
+            with torch.cuda.stream(self._aside):
+                yield
+        finally:
+            self._aside.synchronize()
 
     def logprobs(
         self, data: Sequence[Datum], adapter: str | None = None, trained_only: bool = False

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rllm.backends.base import BASE, Completion, FinishReason, OnToken, SamplingParams
 from rllm.backends.local import cores
+from rllm.backends.local.device_turn import device_turn
 from rllm.backends.local.handover import outbox_of_running_loop
 from rllm.backends.local.kv_cache import DecodeAttention, KVCache, default_kv_bytes
 from rllm.backends.local.language_model import Attend, LanguageModel, LowRank
@@ -226,15 +227,17 @@ class Engine:
                     commands, self._commands = list(self._commands), deque()
                 for apply, done in commands:
                     try:
-                        apply()
+                        with device_turn(self.model):
+                            apply()
                     except Exception as error:  # of whoever asked, not the end of the thread
                         done.set_exception(error)
                     else:
                         done.set_result(None)
                 try:
-                    self._drop_cancelled()
                     started = time.perf_counter()
-                    self._admit()
+                    with device_turn(self.model):
+                        self._drop_cancelled()
+                        self._admit()
                     admitted = time.perf_counter()
                     if self._running:
                         self._decode_step()
@@ -243,7 +246,8 @@ class Engine:
                 except Exception as error:  # a failed step must fail its requests, not end the thread silently
                     for request in self._running:
                         fail(request, error)
-                    self._set_running([])
+                    with device_turn(self.model):
+                        self._set_running([])
         for request in [*self._running, *self._waiting]:
             fail(request, RuntimeError("the engine was closed"))
         for _, done in self._commands:
@@ -376,7 +380,7 @@ class Engine:
         return [_Prefix(a.clone(), b.clone(), row.clone()) for a, b, row in zip(k, v, logits, strict=True)]
 
     def _decode_step(self) -> None:
-        """One token for every running request."""
+        """One token for every running request. Takes the device's turn itself, where there is one."""
         running, device = self._running, self.model.device
         positions = [request.position for request in running]
         longest = max(positions) + 1

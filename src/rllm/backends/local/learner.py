@@ -28,10 +28,11 @@ from rllm.backends.base import (
     Scored,
     initial_of,
 )
+from rllm.backends.local.device_turn import device_turn
 from rllm.backends.local.language_model import LanguageModel, LowRank
 from rllm.backends.local.model import HEAD, Decoder, PackedCausal
 from rllm.backends.local.ops import rms_norm
-from rllm.backends.local.packing import Packed, micro_batches, pack
+from rllm.backends.local.packing import Packed, micro_batches, pack, worth_sharing
 from rllm.backends.local.transfer import to_device
 from rllm.backends.token_losses import Sums, TrainedTokens, losses_of
 from rllm.lora.adapter import LoraAdapter
@@ -60,7 +61,7 @@ class Learner:
     """
 
     shares_prompts = True
-    """Whether rows, off the CUDA path, pass a prompt that they have in common once."""
+    """Whether rows pass a prompt that they have in common once."""
 
     def __init__(
         self,
@@ -101,6 +102,13 @@ class Learner:
             return [p for adapter in self.adapters.values() for p in adapter.parameters()]
         return [self.masters.get(p, p) for p in self.model.parameters()]
 
+    def make_room(self) -> None:
+        """Move the base's weights to where training wants them, if anywhere; else the first pass does, when a sampler over the same
+        weights has already captured its steps."""
+        if self._room is not None:
+            for adapter in self._summing.values():
+                self._room.reserve(adapter.part_ranks())
+
     def forward_backward(self, data: Sequence[Datum], loss: Losses, ahead: Sequence[Datum] = ()) -> dict[str, float]:
         """Add the gradient of ``sum of weight * token loss`` over all rows; see `Backend.forward_backward` and `algorithms.losses`.
 
@@ -135,13 +143,14 @@ class Learner:
             if not chosen:
                 continue
             spec = specs[key]
-            batch = self._token_logprobs(chosen, adapter, entropy_gradient=spec.entropy_coeff > 0)
-            lengths = to_device([d.n_trained for d in chosen], self.model.device)
-            weight = to_device([weights[key][i] for i in rows if counts[i]], self.model.device)
-            per_token = weight.repeat_interleave(lengths, output_size=len(batch.logprobs))
-            total = (per_token * losses_of(spec, batch, lengths, sums)).sum()
-            total.backward()
-            sums.add("loss", total.detach())
+            with device_turn(self.model):
+                batch = self._token_logprobs(chosen, adapter, entropy_gradient=spec.entropy_coeff > 0)
+                lengths = to_device([d.n_trained for d in chosen], self.model.device)
+                weight = to_device([weights[key][i] for i in rows if counts[i]], self.model.device)
+                per_token = weight.repeat_interleave(lengths, output_size=len(batch.logprobs))
+                total = (per_token * losses_of(spec, batch, lengths, sums)).sum()
+                total.backward()
+                sums.add("loss", total.detach())
         finish()
 
     def _accumulate(self, names: set[str]) -> Callable[[], None]:
@@ -150,8 +159,7 @@ class Learner:
             return lambda: None
         if not self.adapters:
             self._prepare_gradients()
-        plain = {name: self.adapters[name] for name in names & self.adapters.keys() if not self.adapters[name].dropout}
-        ready = {name: a.accumulating(self.model.dtype) for name, a in plain.items() if HEAD not in a.layout}
+        ready = {name: a.accumulating(self.model.dtype) for name, a in self._summing.items() if name in names}
         self._accumulating = {name: pairs for name, (pairs, _) in ready.items()}
 
         def finish() -> None:
@@ -160,6 +168,11 @@ class Learner:
                 add()
 
         return finish
+
+    @property
+    def _summing(self) -> dict[str, LoraAdapter]:
+        """The adapters whose gradients the fused layers can add up."""
+        return {name: a for name, a in self.adapters.items() if not a.dropout and HEAD not in a.layout}
 
     def _prepare_gradients(self) -> None:
         """Give the weights of the layers float32 gradients to add to: those of their masters."""
@@ -184,7 +197,8 @@ class Learner:
             if not rows:
                 continue
             chosen = [rows_of[i] for i in rows]
-            batch = self._token_logprobs(chosen, self._reference(own, adapter))
+            with device_turn(self.model):
+                batch = self._token_logprobs(chosen, self._reference(own, adapter))
             for i, values in zip(rows, batch.logprobs.split([d.n_trained for d in chosen]), strict=True):
                 places = (t for t, m in enumerate(rows_of[i].mask) if m)
                 for t, value in zip(places, values.tolist(), strict=True):
@@ -195,10 +209,11 @@ class Learner:
     def score(self, ids: Sequence[int], adapter: str) -> Scored:
         """See `Backend.score`."""
         device = self.model.device
-        model, lora = self._policy(adapter)
-        tokens = to_device(list(ids), device)
-        attend = PackedCausal([len(ids)], device)
-        hidden = model(tokens, attend.positions, attend, lora)[:-1]
+        with device_turn(self.model):
+            model, lora = self._policy(adapter)
+            tokens = to_device(list(ids), device)
+            attend = PackedCausal([len(ids)], device)
+            hidden = model(tokens, attend.positions, attend, lora)[:-1]
         result = Scored([], [], [], [])
         for h, y in zip(hidden.split(self._chunk), tokens[1:].split(self._chunk), strict=True):
             logprobs = F.log_softmax(model.logits(h, lora), dim=-1)
@@ -285,14 +300,13 @@ class Learner:
         by_key: dict[K, list[int]] = {}
         for i, datum in enumerate(data):
             by_key.setdefault(key(datum), []).append(i)
+        model = self.model
         for shared, rows in by_key.items():
-            for batch in micro_batches(
-                data,
-                rows,
-                self.micro_batch_tokens,
-                share=self.shares_prompts and self.model.shares_prompts,
-                padded=self.model.pads,
-            ):
+            share = self.shares_prompts and model.shares_prompts
+            if share and model.fused:
+                share = worth_sharing([data[i] for i in rows], fused=True)
+            padded = model.pads or (share and not model.fused)
+            for batch in micro_batches(data, rows, self.micro_batch_tokens, share=share, padded=padded):
                 yield shared, batch
 
     def _token_logprobs(self, rows: Sequence[Datum], adapter: str, entropy_gradient: bool = False) -> TrainedTokens:
@@ -300,7 +314,9 @@ class Learner:
         device = self.model.device
         mask = torch.tensor([m for row in rows for m in row.mask], dtype=torch.bool)
         model, lora = self._policy(adapter)
-        packed = pack(rows, device, share=model.shares_prompts)
+        fused = model.fused and (lora is None or lora.dropout is None)
+        share = self.shares_prompts and model.shares_prompts
+        packed = pack(rows, device, share, self.micro_batch_tokens, fused)
         predicting = self._hidden(model, lora, packed)
         temperatures = to_device([row.temperature for row in rows for _ in range(row.n_trained)], device)
         targets = to_device([t for row in rows for t, m in zip(row.ids, row.mask, strict=True) if m], device)
@@ -325,7 +341,7 @@ class Learner:
         adds_up = lora.anchor is not None if lora is not None else bool(self._gradients)
         if self._layers is None or self._room is None or model is not self.model or (gradients and not adds_up):
             return model(ids, packed.positions, attend, lora).index_select(0, rows)
-        assert isinstance(model, Decoder) and isinstance(attend, PackedCausal)  # prompts are not shared there
+        assert isinstance(model, Decoder) and isinstance(attend, PackedCausal)
         if lora is not None and not self._room.holds(lora):
             self._room.hold(lora)
         x = self._layers(ids, attend, lora, self._gradients or None, rows)

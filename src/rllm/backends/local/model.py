@@ -203,7 +203,7 @@ class Decoder(LanguageModel):
 
     @property
     def shares_prompts(self) -> bool:
-        return not self.fused  # the CUDA kernels know sequences only
+        return True
 
     @property
     def path(self) -> str:
@@ -400,22 +400,42 @@ def fused_path_missing(config: DecoderConfig, device: torch.device, dtype: torch
     return None
 
 
+@dataclass
+class Above:
+    """What tokens of a packed batch see besides their own sequence: those from ``queries[i]`` to ``queries[i + 1]`` all those from
+    ``keys[i]`` to ``keys[i + 1]``, int32 both. No range is longer than `longest_queries` and `longest_keys`."""
+
+    queries: Tensor
+    keys: Tensor
+    longest_queries: int
+    longest_keys: int
+
+
 class PackedCausal:
     """Causal attention inside each sequence of a packed batch.
 
     `lengths` are the token counts of the sequences, in packing order. Products over features run on packed tokens without padding;
     only the attention itself sees a [sequences, longest] layout. The right padding is never looked at by a real token, so causality
-    is the only mask. With `keep`, the keys and values of every layer stay readable in `kept` ([N, kv_heads, head_dim] each).
+    is the only mask. With `keep`, the keys and values of every layer stay readable in `kept` ([N, kv_heads, head_dim] each). `first` are
+    the positions of the sequences' first tokens, if not 0.
     """
 
-    def __init__(self, lengths: list[int], device: torch.device | str = "cpu", keep: bool = False):
+    above: Above | None = None
+
+    def __init__(
+        self,
+        lengths: list[int],
+        device: torch.device | str = "cpu",
+        keep: bool = False,
+        first: list[int] | None = None,
+    ):
         self.n, self.longest = len(lengths), max(lengths)
         self.ragged = any(length != self.longest for length in lengths)
         sizes = torch.tensor(lengths)
         ends = torch.cumsum(sizes, 0)
         row = torch.repeat_interleave(torch.arange(self.n), sizes)
         positions = torch.arange(int(ends[-1])) - (ends - sizes)[row]
-        self.positions = to_device(positions, device)
+        self.positions = to_device(positions if first is None else positions + torch.tensor(first)[row], device)
         self.slots = to_device(row * self.longest + positions, device)
         self.last = to_device(ends - 1, device)
         self.bounds = to_device(F.pad(ends, (1, 0)).to(torch.int32), device)

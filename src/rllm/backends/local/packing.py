@@ -14,11 +14,12 @@ from torch import Tensor
 
 from rllm.backends.base import Datum
 from rllm.backends.local.language_model import Attend
-from rllm.backends.local.model import PackedCausal, attention
+from rllm.backends.local.model import Above, PackedCausal, attention
 from rllm.backends.local.transfer import to_device
 
-# Sharing pays where it leaves out this share of the tokens; its attention costs a little more.
-LEAST_SAVED = 0.1
+# Sharing pays where it leaves out this share of the tokens, since its attention costs more; on CUDA (the second number for rows of
+# one length, which have a faster attention to lose) that was measured, see bench/RESULTS.md.
+LEAST_SAVED, LEAST_SAVED_FUSED = 0.1, (0.15, 0.3)
 # Elements of the mask of the shared attention (float32: 64 MiB). Longer rows are laid out one by one.
 MASK_ELEMENTS = 16 * 2**20
 
@@ -43,48 +44,56 @@ def micro_batches(
     data: Sequence[Datum], rows: Sequence[int], most: int, share: bool, padded: bool = False
 ) -> Iterator[list[int]]:
     """The indices `rows` in batches of at most `most` tokens each, never a row in parts; rows of like length together and, with `share`,
-    those of one prompt. There what counts is what `SharedPrompts` passes and pads: every prompt once, all tails as long as the longest.
-    `padded`: every row counts as long as the longest.
+    those of one prompt, which counts once. `padded`: every row, or what follows its prompt, counts as long as the longest.
     """
     prompts = {i: prompt_of(data[i]) if share else () for i in rows}
     longest: dict[tuple[int, ...], int] = {}
     for i, prompt in prompts.items():
         longest[prompt] = max(longest.get(prompt, 0), len(data[i].ids))
     batch: list[int] = []
-    before, tail, total = 0, 0, 0
+    before, tail, tails = 0, 0, 0
     for i in sorted(rows, key=lambda i: (longest[prompts[i]], prompts[i], len(data[i].ids))):
         prompt, length = prompts[i], len(data[i].ids)
         own = length - len(prompt)
         known = bool(batch) and prompts[batch[-1]] == prompt
-        cost = (len(batch) + 1) * length if padded else total + length
-        if share:
-            cost = before + len(prompt) * (not known) + (len(batch) + 1) * max(tail, own)
-        if batch and cost > most:
+        after = (len(batch) + 1) * max(tail, own) if padded else tails + own
+        if batch and before + len(prompt) * (not known) + after > most:
             yield batch
-            batch, before, tail, total, known = [], 0, 0, 0, False
+            batch, before, tail, tails, known = [], 0, 0, 0, False
         batch.append(i)
-        before, tail, total = before + len(prompt) * (not known), max(tail, own), total + length
+        before, tail, tails = before + len(prompt) * (not known), max(tail, own), tails + own
     if batch:
         yield batch
 
 
-def pack(rows: Sequence[Datum], device: torch.device, share: bool) -> Packed:
-    """The layout of `rows`, each of which trains a token. With `share`, prompts that rows have in common are passed once, where that
-    saves enough: what a token sees is the same, so is its gradient."""
-    if share:
-        prompts = [prompt_of(row) for row in rows]
-        numbers = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
-        # What comes after the last token that predicts a trained one is seen by none.
-        tails = [
-            row.ids[len(p) : len(row.mask) - row.mask[::-1].index(1) - 1] for row, p in zip(rows, prompts, strict=True)
-        ]
-        tokens = sum(map(len, numbers)) + sum(map(len, tails))
-        longest, deepest = max(map(len, tails)), max(map(len, numbers))
-        if (
-            tokens <= (1 - LEAST_SAVED) * sum(len(row.ids) for row in rows)
-            and len(rows) * longest * (longest + deepest) <= MASK_ELEMENTS
-        ):
-            return _pack_shared(rows, list(numbers), [numbers[p] for p in prompts], tails, device)
+def worth_sharing(rows: Sequence[Datum], fused: bool) -> bool:
+    """Whether passing their common prompts once saves enough."""
+    prompts = [prompt_of(row) for row in rows]
+    total = sum(len(row.ids) for row in rows)
+    left_out = sum(map(len, prompts)) - sum(map(len, set(prompts)))
+    equal = len({len(row.ids) for row in rows}) <= 1
+    return left_out >= total * (LEAST_SAVED_FUSED[equal] if fused else LEAST_SAVED)
+
+
+def pack(rows: Sequence[Datum], device: torch.device, share: bool, most: int, fused: bool = False) -> Packed:
+    """The layout of `rows`, each of which trains a token. With `share`, a prompt that rows one after the other have in common is passed
+    once, where that saves enough or there would else be more than `most` tokens: what a token sees is the same, so is its gradient.
+    `fused`: for the CUDA kernels."""
+    if share and (worth_sharing(rows, fused) or sum(len(row.ids) for row in rows) > most):
+        prompts: list[tuple[int, ...]] = []
+        owners: list[int] = []
+        tails: list[list[int]] = []
+        for row in rows:
+            prompt = prompt_of(row)
+            if not prompts or prompts[-1] != prompt:
+                prompts.append(prompt)
+            owners.append(len(prompts) - 1)
+            # What comes after the last token that predicts a trained one is seen by none.
+            tails.append(row.ids[len(prompt) : len(row.mask) - row.mask[::-1].index(1) - 1])
+        longest, deepest = max(map(len, tails)), max(map(len, prompts))
+        if fused or len(rows) * longest * (longest + deepest) <= MASK_ELEMENTS:
+            layout = PackedShared if fused else SharedPrompts
+            return _pack_shared(rows, prompts, owners, tails, layout, device)
     attend = PackedCausal([len(row.ids) for row in rows], device)
     mask = torch.tensor([m for row in rows for m in row.mask], dtype=torch.bool)
     # The token at position t is predicted from the hidden state at t - 1; entry 0 of a row is never trained.
@@ -97,6 +106,7 @@ def _pack_shared(
     prompts: Sequence[tuple[int, ...]],
     owners: Sequence[int],
     tails: Sequence[list[int]],
+    layout: type[PackedShared] | type[SharedPrompts],
     device: torch.device,
 ) -> Packed:
     ends = list(accumulate(map(len, prompts)))
@@ -107,8 +117,26 @@ def _pack_shared(
         trained = [t for t, m in enumerate(row.mask) if m]
         predicting += [ends[owner] - 1 if t == first else start + t - first - 1 for t in trained]
     ids = [token for part in (*prompts, *tails) for token in part]
-    attend = SharedPrompts([len(p) for p in prompts], owners, [len(tail) for tail in tails], device)
+    attend = layout([len(p) for p in prompts], owners, [len(tail) for tail in tails], device)
     return Packed(to_device(ids, device), to_device(predicting, device), attend.positions, attend)
+
+
+class PackedShared(PackedCausal):
+    """As `SharedPrompts`, for kernels that take packed sequences: prompts and tails are sequences of their own, and a tail's tokens see
+    the prompt `above` them too. Tails of one prompt stand together, in the order of the prompts."""
+
+    def __init__(
+        self, prompts: Sequence[int], owners: Sequence[int], tails: Sequence[int], device: torch.device | str = "cpu"
+    ):
+        before = [prompts[owner] for owner in owners]
+        super().__init__([*prompts, *tails], device, first=[*([0] * len(prompts)), *before])
+        self.ragged = True
+        below = [0] * len(prompts)
+        for owner, tail in zip(owners, tails, strict=True):
+            below[owner] += tail
+        queries = to_device(list(accumulate(below, initial=sum(prompts))), device, torch.int32)
+        keys = to_device(list(accumulate(prompts, initial=0)), device, torch.int32)
+        self.above = Above(queries, keys, max(below), max(prompts))
 
 
 class SharedPrompts:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rllm.backends.local.device_turn import device_turn
 from rllm.backends.local.language_model import LanguageModel, LowRank
 from rllm.backends.local.learner import LOGIT_ELEMENTS
 from rllm.backends.local.model import PackedCausal
@@ -52,7 +53,8 @@ def score(model: LanguageModel, lora: LowRank | None, query: ScoreQuery) -> Scor
     count = len(query.ids) - query.first
     attend = PackedCausal([len(query.ids)], device)
     ids = to_device(list(query.ids), device)
-    hidden = model(ids, attend.positions, attend, lora)[query.first - 1 : -1]
+    with device_turn(model):
+        hidden = model(ids, attend.positions, attend, lora)[query.first - 1 : -1]
     wanted = ids[query.first :]
     chunk = max(1, LOGIT_ELEMENTS // model.config.vocab_size)
     generator = torch.Generator(device).manual_seed(query.seed)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rllm.backends.local.device_turn import device_turn
 from rllm.backends.local.language_model import LanguageModel, LowRank
 from rllm.backends.local.learner import LOGIT_ELEMENTS, Learner
 from rllm.backends.local.model import HEAD, Decoder, PackedCausal
@@ -45,7 +46,9 @@ class TargetLearner(Learner):
         result: list[np.ndarray] = [np.empty(0, np.float32)] * len(rows)
         with torch.no_grad():
             for _, chosen in self._micro_batches(rows, lambda row: row.targets.shape[1:]):
-                for i, values in zip(chosen, self._score([rows[i] for i in chosen], adapter), strict=True):
+                with device_turn(self.model):
+                    scored = self._score([rows[i] for i in chosen], adapter)
+                for i, values in zip(chosen, scored, strict=True):
                     result[i] = values.cpu().numpy()
         return result
 
@@ -58,11 +61,12 @@ class TargetLearner(Learner):
         finish = self._accumulate({adapter})
         try:
             for _, chosen in self._micro_batches(rows, lambda row: row.targets.shape[1:]):
-                scored = self._score([rows[i] for i in chosen], adapter)
-                own = [loss(i, values) for i, values in zip(chosen, scored, strict=True)]
-                total = torch.stack(own).sum()
-                if total.requires_grad:
-                    total.backward()
+                with device_turn(self.model):
+                    scored = self._score([rows[i] for i in chosen], adapter)
+                    own = [loss(i, values) for i, values in zip(chosen, scored, strict=True)]
+                    total = torch.stack(own).sum()
+                    if total.requires_grad:
+                        total.backward()
                 for i, values, value in zip(chosen, scored, own, strict=True):
                     logprobs[i], losses[i] = values.detach().cpu().numpy(), float(value.detach())
         finally:

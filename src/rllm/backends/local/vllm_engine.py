@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from rllm.backends.local.device_turn import device_turn
 from rllm.backends.local.engine import Engine
 from rllm.backends.local.language_model import LowRank
 from rllm.backends.local.model import Decoder
@@ -198,7 +199,9 @@ class VllmEngine(Engine):
     def _decode_step(self) -> None:
         self._stats["decode_steps"] += 1
         done: set[Request] = set()
-        for output in self._vllm.step():
+        with device_turn(self.model):
+            outputs = self._vllm.step()
+        for output in outputs:
             request = self._by_name.get(output.request_id)
             if request is None:  # cancelled meanwhile
                 continue

@@ -6,6 +6,7 @@ Triton comes with torch for CUDA; without it these tests are skipped. Run them o
 
 import os
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter is asked for with TRITON_INTERPRET=1", allow_module_level=True)
 
 from rllm.backends.base import AdamParams, Datum, LossSpec, SamplingParams
-from rllm.backends.local.cuda import graphs, head, prefill, train
+from rllm.backends.local.cuda import graphs, head, train
 from rllm.backends.local.cuda.bank import AdapterBank
 from rllm.backends.local.cuda.engine import CudaEngine
 from rllm.backends.local.engine import Engine
@@ -45,29 +46,56 @@ def adapter_on(model, rank=4, leave_out=("lm_head",), seed=0, **settings):
     return adapter
 
 
+def attended(q, k, v, q_bounds, k_bounds, causal):
+    """(out, log of the sums [heads, N]) as flash attention gives them: nothing at tokens outside the bounds."""
+    out, lse = torch.full_like(q, float("nan")), torch.full((q.shape[1], len(q)), float("nan"))
+    group = q.shape[1] // k.shape[1]
+    ranges = zip(*(pairwise(bounds.tolist()) for bounds in (q_bounds, k_bounds)), strict=True)
+    for (start, end), (first, last) in ranges:
+        keys, values = (t[first:last].repeat_interleave(group, 1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[start:end], keys) * q.shape[-1] ** -0.5
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores[0], dtype=torch.bool).triu(1), float("-inf"))
+        lse[:, start:end] = scores.logsumexp(-1)
+        out[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+    return out, lse
+
+
 @pytest.fixture
 def plain_attention(monkeypatch):
-    """Attention by torch's own operator: flash and cuDNN need the device."""
+    """Attention by torch's operators: flash and cuDNN need the device."""
 
-    def mixed(q, k, v, layout):
-        rows = [
-            F.scaled_dot_product_attention(
-                *(t[a:b].transpose(0, 1)[None] for t in (q, k, v)), is_causal=True, enable_gqa=True
-            )
-            for a, b in zip(layout.bounds[:-1].tolist(), layout.bounds[1:].tolist(), strict=True)
-            if a < b
-        ]
-        return torch.cat([row[0].transpose(0, 1) for row in rows]).contiguous()
+    def flash(q, k, v, q_bounds, k_bounds, longest_q, longest_k, causal):
+        assert max(b - a for a, b in pairwise(q_bounds.tolist())) <= longest_q
+        assert max(b - a for a, b in pairwise(k_bounds.tolist())) <= longest_k
+        return *attended(q, k, v, q_bounds, k_bounds, causal), torch.zeros(1), torch.zeros(1)
 
-    def backward(grad, q, k, v, out, kept, layout):
-        with torch.enable_grad():
-            leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
-            return torch.autograd.grad(mixed(*leaves, layout), leaves, grad)
+    def flash_backward(grad, q, k, v, out, lse, state, unused, q_bounds, k_bounds, longest_q, longest_k, causal):
+        """From `lse` and `out` alone, as the kernels do, so that they may be those of more keys."""
+        dq, dk, dv = (torch.full_like(t, float("nan")) for t in (q, k, v))
+        group = q.shape[1] // k.shape[1]
+        ranges = zip(*(pairwise(bounds.tolist()) for bounds in (q_bounds, k_bounds)), strict=True)
+        for (start, end), (first, last) in ranges:
+            keys, values = (t[first:last].repeat_interleave(group, 1) for t in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", q[start:end], keys) * q.shape[-1] ** -0.5
+            p = (scores - lse[:, start:end, None]).exp()
+            p = p.tril() if causal else p
+            g = grad[start:end]
+            delta = (g * out[start:end]).sum(-1).T[..., None]
+            ds = p * (torch.einsum("qhd,khd->hqk", g, values) - delta) * q.shape[-1] ** -0.5
+            dq[start:end] = torch.einsum("hqk,khd->qhd", ds, keys)
+            dk[first:last] = torch.einsum("hqk,qhd->khd", ds, q[start:end]).unflatten(1, (-1, group)).sum(2)
+            dv[first:last] = torch.einsum("hqk,qhd->khd", p, g).unflatten(1, (-1, group)).sum(2)
+        return dq, dk, dv
 
-    nothing = torch.zeros(1)
-    monkeypatch.setattr(train, "attention", lambda q, k, v, layout: (mixed(q, k, v, layout), (nothing,) * 3))
-    monkeypatch.setattr(train, "attention_backward", backward)
-    monkeypatch.setattr(prefill, "attention", train.attention)
+    monkeypatch.setattr(train, "flash", flash)
+    monkeypatch.setattr(train, "flash_backward", flash_backward)
+    monkeypatch.setattr(train, "cudnn", lambda q, k, v, layout: flash(q, k, v, *_all_alike(layout)))
+    monkeypatch.setattr(train, "cudnn_backward", lambda *known, layout: flash_backward(*known, *_all_alike(layout)))
+
+
+def _all_alike(layout):
+    return layout.bounds, layout.bounds, layout.longest, layout.longest, True
 
 
 def relative(a, b):
@@ -160,6 +188,49 @@ def test_the_learner_gives_the_same_gradients_step_after_step_on_both_paths(
         assert found[0][0] == pytest.approx(found[1][0], rel=1e-4)
         assert max(relative(a, b) for a, b in zip(found[0][1], found[1][1], strict=True)) < 1e-4
     assert any(learners[1]._layers._graphs)
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("most", [1000, 70])
+def test_prompts_that_rows_share_are_passed_once_and_give_the_same_gradients(monkeypatch, plain_attention, kind, most):
+    """Rows of three prompts and one alone, some without a token after the first that is trained, in one pass and in several."""
+    monkeypatch.setattr(graphs, "TOKEN_STEP", 16)
+    monkeypatch.setattr(graphs, "LEAST_LENGTH", 8)
+    numbers = random.Random(3)
+    prompts = [[numbers.randrange(VOCAB) for _ in range(length)] for length in (12, 20, 9, 30)]
+    rows = []
+    for i, (owner, tail) in enumerate([(0, 5), (1, 9), (0, 1), (2, 4), (1, 14), (0, 7), (1, 3), (3, 6), (2, 11)]):
+        ids = prompts[owner] + [numbers.randrange(VOCAB) for _ in range(tail)]
+        mask = [0] * len(prompts[owner]) + [1] * tail
+        if tail > 8:  # a second turn
+            mask[-6:-3] = [0] * 3
+        rows.append(Datum(ids, mask, [(-1.0) ** i * m for m in mask], [-6.0 * m for m in mask]))
+    passed, found = [], []
+    forward = train.layer_forward
+    monkeypatch.setattr(
+        train, "layer_forward", lambda layer, x, *rest: passed.append(len(x)) or forward(layer, x, *rest)
+    )
+    monkeypatch.setattr(graphs, "layer_forward", train.layer_forward)
+    for fused, shares in ((False, False), (True, False), (True, True)):
+        model = decoder(layers=2)
+        model.fused = fused
+        learner = Learner(model, {} if kind == "full" else {"default": adapter_on(model)}, micro_batch_tokens=most)
+        learner.shares_prompts = shares
+        passed.clear()
+        for _ in range(3):  # the third in fixed shapes
+            metrics = learner.forward_backward(rows, LossSpec(clip_low=9, clip_high=9))
+        learner._gradients_to_masters()
+        found.append((metrics["loss"], [p.grad.clone() for p in learner.trainable()], sum(passed[:2]), learner))
+        scores = learner.logprobs(rows, trained_only=True)
+        for row, values in zip(rows, scores, strict=True):
+            alone = learner.logprobs([row], trained_only=True)[0]
+            assert values == pytest.approx(alone, abs=1e-4)
+    for other in found[1:]:
+        assert other[0] == pytest.approx(found[0][0], rel=1e-4)
+        assert max(relative(a, b) for a, b in zip(found[0][1], other[1], strict=True)) < 1e-4
+    if most == 1000:
+        assert found[2][2] < 0.7 * found[1][2]
+    assert any(key[0].groups for key in found[2][3]._layers._graphs)
 
 
 def test_two_learners_over_one_model_take_turns_around_its_weights(plain_attention):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from rllm.backends.base import SamplingParams
 from rllm.backends.local.cuda import kernels
 from rllm.backends.local.cuda.bank import AdapterBank
 from rllm.backends.local.cuda.blocks import BankedLayers
+from rllm.backends.local.cuda.capture import SAMPLING, capture
 from rllm.backends.local.cuda.pages import PAGE, PagePool
 from rllm.backends.local.model import Decoder
 from rllm.backends.local.sampling import BatchParams, sample
@@ -168,18 +170,10 @@ class DecodeStep:
         return logits
 
     def _capture(self, key: tuple[int, bool]) -> None:
-        size = key[0]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.forward(size)  # compiles kernels; what it writes is written again by the first replay
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: a caller may score a text in another thread meanwhile.
-        with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
-            logits = self.forward(size)
-        self._memory = self._memory or graph.pool()
-        self._graphs[key] = (graph, logits)
+        # What the run before writes is written again by the first replay.
+        step = partial(self.forward, key[0])
+        graphs, logits, self._memory = capture([step], self._memory, warm_up=True, priority=SAMPLING)
+        self._graphs[key] = (graphs[0], logits[0])
 
     def forward(self, n: int) -> Tensor:
         """Logits [n, vocab] of the next token of the first `n` rows, whose keys and values are written on the way."""

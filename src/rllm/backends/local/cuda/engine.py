@@ -18,6 +18,7 @@ from rllm.backends.local.cuda.bank import AdapterBank
 from rllm.backends.local.cuda.decode import Cut, DecodeStep, RowState
 from rllm.backends.local.cuda.pages import PAGE, PagePool, pages_for
 from rllm.backends.local.cuda.prefill import Prefill
+from rllm.backends.local.device_turn import device_turn
 from rllm.backends.local.engine import PREFILL_TOKENS, Engine
 from rllm.backends.local.language_model import LowRank
 from rllm.backends.local.model import Decoder
@@ -265,9 +266,10 @@ class CudaEngine(Engine):
     def _decode_step(self) -> None:
         rows = [row for row in self._rows if row is not None]
         if any(row.queued < row.request.limit for row in rows):
-            if self._steps_waste(len(rows)):
-                self._compact()
-            self._queue_step()
+            with device_turn(self.model):
+                if self._steps_waste(len(rows)):
+                    self._compact()
+                self._queue_step()
             if len(self._steps) <= STEPS_AHEAD:
                 return
         if self._steps:
@@ -321,7 +323,8 @@ class CudaEngine(Engine):
                 if self._accept(request, token, logprob, step.version):
                     done.add(request)
         if done:
-            self._release([i for i, row in enumerate(self._rows) if row is not None and row.request in done])
+            with device_turn(self.model):
+                self._release([i for i, row in enumerate(self._rows) if row is not None and row.request in done])
         if not self._live:
             self._steps.clear()
 

@@ -8,21 +8,30 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rllm.backends.local.cuda.capture import capture
 from rllm.backends.local.cuda.train import Sums, fused_layers, layer_backward, layer_forward
-from rllm.backends.local.model import Decoder, DecoderLayer, LowRank, PackedCausal
+from rllm.backends.local.model import Above, Decoder, DecoderLayer, LowRank, PackedCausal
 from rllm.backends.local.transfer import to_device
 
 TOKEN_STEP = 512
-LEAST_LENGTH, LEAST_SEQUENCES = 256, 8
+LEAST_LENGTH, LEAST_SEQUENCES, LEAST_GROUPS = 256, 8, 4
 MOST_GRAPHS = 24
-Shape = tuple[int, int, int, bool]
-"""Tokens, sequences, longest sequence, ragged."""
+
+
+class Shape(NamedTuple):
+    """Of a captured pass. `groups`: most ranges of tokens that see others above, 0 for none."""
+
+    tokens: int
+    sequences: int
+    longest: int
+    ragged: bool
+    groups: int = 0
 
 
 @dataclass
@@ -34,12 +43,20 @@ class FixedLayout:
     longest: int
     n: int
     ragged: bool
+    above: Above | None = None
 
     @classmethod
     def of(cls, shape: Shape, device: torch.device) -> FixedLayout:
-        tokens, sequences, longest, ragged = shape
-        integers = {"dtype": torch.int32, "device": device}
-        return cls(torch.zeros(tokens, **integers), torch.zeros(sequences + 1, **integers), longest, sequences, ragged)
+        def zeros(count: int) -> Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+
+        above = None
+        if shape.groups:
+            bounds = (zeros(shape.groups + 1), zeros(shape.groups + 1))
+            # Bounds so high start some programs that end at once.
+            above = Above(*bounds, shape.tokens, shape.tokens)
+        bounds = zeros(shape.sequences + 1)
+        return cls(zeros(shape.tokens), bounds, shape.longest, shape.sequences, shape.ragged, above)
 
     def load(self, layout: PackedCausal) -> None:
         """Take over a layout; the tokens left over are sequences of their own, none longer than the longest may be."""
@@ -50,6 +67,10 @@ class FixedLayout:
         if rest:
             ends = [min(n + self.longest * (i + 1), len(self.positions)) for i in range(rest)]
             self.bounds[layout.n + 1 :].copy_(to_device(ends, self.bounds.device, torch.int32))
+        if self.above is not None and layout.above is not None:
+            for mine, theirs in ((self.above.queries, layout.above.queries), (self.above.keys, layout.above.keys)):
+                mine[: len(theirs)].copy_(theirs)
+                mine[len(theirs) :] = theirs[-1]
 
     def note(self, layer: int, k: Tensor, v: Tensor) -> None:
         """As `PackedCausal.note`; nobody reads keys and values of a training pass."""
@@ -59,11 +80,12 @@ def shape_of(layout: PackedCausal) -> Shape:
     """The shape of the graph that a micro-batch runs in."""
     tokens = len(layout.positions)
     if not layout.ragged:
-        return tokens, layout.n, layout.longest, False
+        return Shape(tokens, layout.n, layout.longest, False)
     # Few shapes: capturing one costs as much as some runs. A bound that is too high costs attention next to nothing.
     padded, longest = -(-tokens // TOKEN_STEP) * TOKEN_STEP, max(LEAST_LENGTH, _power_of_two(layout.longest))
     sequences = layout.n + -(-(padded - tokens) // longest)
-    return padded, max(LEAST_SEQUENCES, _power_of_two(sequences)), longest, True
+    groups = max(LEAST_GROUPS, _power_of_two(len(layout.above.keys) - 1)) if layout.above is not None else 0
+    return Shape(padded, max(LEAST_SEQUENCES, _power_of_two(sequences)), longest, True, groups)
 
 
 def _power_of_two(number: int) -> int:
@@ -145,15 +167,8 @@ class CapturedLayers:
     @torch.no_grad()
     def _capture(self) -> None:
         self.layout.bounds[1:] = len(self.x)  # any valid layout will do
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        for passes in (self._forward, self._backward)[: 1 + self.both]:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.memory, stream=stream, capture_error_mode="thread_local"):
-                passes()
-            self.memory = self.memory or graph.pool()
-            self._graphs.append(graph)
-        torch.cuda.current_stream().wait_stream(stream)
+        passes = (self._forward, self._backward)[: 1 + self.both]
+        self._graphs, _, self.memory = capture(passes, self.memory)
 
     def load(self, x: Tensor, layout: PackedCausal) -> None:
         self.x[: len(x)].copy_(x)
@@ -210,6 +225,6 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         captured: CapturedLayers = ctx.captured
         (rows,) = ctx.saved_tensors
-        captured.last.zero_().index_copy_(0, rows, grads[0])
+        captured.last.zero_().index_add_(0, rows, grads[0])  # the end of a shared prompt comes several times
         d_x = captured.backward()[: ctx.n]
         return (d_x.clone() if ctx.needs_input_grad[0] else None, None, None, None, None)

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from rllm.backends.local.cuda.bank import AdapterBank
 from rllm.backends.local.cuda.blocks import BankedLayers
-from rllm.backends.local.cuda.graphs import FixedLayout
+from rllm.backends.local.cuda.capture import SAMPLING, capture
+from rllm.backends.local.cuda.graphs import FixedLayout, Shape
 from rllm.backends.local.cuda.pages import PAGE, PagePool
 from rllm.backends.local.cuda.train import attention
 from rllm.backends.local.model import Decoder, PackedCausal
@@ -88,7 +90,7 @@ class Prefill:
             torch.zeros(n, dtype=torch.int64, device=device),
             torch.full((n,), -1, dtype=torch.int32, device=device),
             torch.zeros(n, dtype=torch.int32, device=device),
-            FixedLayout.of((*shape, True), device),
+            FixedLayout.of(Shape(*shape, True), device),
         )
 
     def _load(self, inputs: _Inputs, values: tuple[Tensor, Tensor, Tensor], layout: PackedCausal) -> None:
@@ -113,16 +115,10 @@ class Prefill:
             self._graphs.popitem(last=False)
         inputs = self._empty(shape)
         inputs.layout.bounds[1:] = shape[0]  # any valid layout will do
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._forward(inputs)  # compiles kernels; only the spare page is written
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
-            hidden = self._forward(inputs)
-        torch.cuda.current_stream().wait_stream(stream)
-        self._memory = self._memory or graph.pool()
-        self._graphs[shape] = (graph, inputs, hidden)
+        # In the run before, only the spare page is written.
+        read = partial(self._forward, inputs)
+        graphs, hidden, self._memory = capture([read], self._memory, warm_up=True, priority=SAMPLING)
+        self._graphs[shape] = (graphs[0], inputs, hidden[0])
 
 
 def _shape(layout: PackedCausal) -> tuple[int, int, int]:

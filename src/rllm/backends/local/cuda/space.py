@@ -41,6 +41,8 @@ def lay_out(linear: FusedLinear, rank: int | None = None, side: int | None = Non
     space = Space(whole, rows, columns, rank, side)
     if whole is not weight:
         space.weight.copy_(weight)
+        if weight.is_cuda:  # what still reads the old memory may run on another stream than who gets it next
+            torch.cuda.synchronize(weight.device)
     linear.space = space
     linear.weight.data = space.weight
     return space
@@ -74,7 +76,7 @@ class TrainingRoom:
 
     def hold(self, pairs: LowRank) -> None:
         """The matrices of `pairs`, as they are now, become those around the weights."""
-        self._make(pairs.ranks)
+        self.reserve(pairs.ranks)
         if self._around is not None and self._around != pairs.ranks:
             self._clear()
         if self._held is not None:
@@ -89,7 +91,7 @@ class TrainingRoom:
     def holds(self, pairs: LowRank | None) -> bool:
         return pairs is not None and pairs is self._held and pairs.riding and self._moves == self.model.moves
 
-    def _make(self, ranks: Mapping[tuple[int, str], tuple[int, ...]]) -> None:
+    def reserve(self, ranks: Mapping[tuple[int, str], tuple[int, ...]]) -> None:
         """Room for these ranks around every weight; weights that have to move do so once."""
         moved = False
         for linear, key in _linears(self.model):

@@ -39,48 +39,76 @@ Sums = Mapping[torch.nn.Parameter, Tensor]
 def attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedCausal) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(out, what its backward wants besides): causal attention inside each sequence, without padding.
 
-    Sequences of one length go through cuDNN, whose kernels take half the time on Hopper; others through flash attention.
+    Sequences of one length go through cuDNN, whose kernels take half the time on Hopper; others through flash attention. Where tokens see
+    others `above` too, that is a pass of its own, and the two are put together by the sums under their softmax.
     """
-    scale = q.shape[-1] ** -0.5
-    if layout.ragged:
-        bounds, longest = layout.bounds, layout.longest
-        out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, bounds, bounds, longest, longest, 0.0, True, False, scale=scale
-        )
-        return out, (lse, state, unused)
-    results = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *(_rows(t, layout) for t in (q, k, v)), None, True, 0.0, True, False, scale=scale
-    )
-    return results[0].transpose(1, 2).reshape(q.shape), (results[1], results[6], results[7])
+    if not layout.ragged:
+        out, *kept = cudnn(q, k, v, layout)
+        return out, tuple(kept)
+    out, lse, *states = flash(q, k, v, layout.bounds, layout.bounds, layout.longest, layout.longest, True)
+    if (a := layout.above) is not None:
+        more, more_lse, *_ = flash(q, k, v, a.queries, a.keys, a.longest_queries, a.longest_keys, False)
+        n, heads, size = q.shape
+        kernels.merge_kernel[(triton.cdiv(n, ROTATE_ROWS), heads)](
+            out, lse, more, more_lse, a.queries, a.queries[-1:], n, HEADS=heads, SIZE=size, ROWS=ROTATE_ROWS, num_warps=4
+        )  # fmt: skip
+    return out, (lse, *states)
 
 
 def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: tuple[Tensor, ...], layout: PackedCausal
 ) -> tuple[Tensor, Tensor, Tensor]:
-    scale, longest = q.shape[-1] ** -0.5, layout.longest
-    if layout.ragged:
-        lse, state, unused = kept
-        return torch.ops.aten._flash_attention_backward(
-            grad,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            layout.bounds,
-            layout.bounds,
-            longest,
-            longest,
-            0.0,
-            True,
-            state,
-            unused,
-            scale=scale,
-        )
-    lse, seed, offset = kept
+    known, longest = (grad, q, k, v, out, *kept), layout.longest
+    if not layout.ragged:
+        return cudnn_backward(*known, layout=layout)
+    grads = [g.contiguous() for g in flash_backward(*known, layout.bounds, layout.bounds, longest, longest, True)]
+    if (a := layout.above) is not None:
+        # With the sums over all that a token sees in `lse` and `out`, the gradients of the two parts add up.
+        more = flash_backward(*known, a.queries, a.keys, a.longest_queries, a.longest_keys, False)
+        n, heads, size = q.shape
+        kernels.add_above_kernel[(triton.cdiv(n, ROTATE_ROWS), heads + 2 * k.shape[1])](
+            *grads, *(g.contiguous() for g in more), a.queries, a.queries[-1:], n,
+            HEADS=heads, KV_HEADS=k.shape[1], SIZE=size, ROWS=ROTATE_ROWS, num_warps=4,
+        )  # fmt: skip
+    dq, dk, dv = grads
+    return dq, dk, dv
+
+
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, q_bounds: Tensor, k_bounds: Tensor, longest_q: int, longest_k: int, causal: bool
+) -> tuple[Tensor, ...]:
+    """(out [N, heads, size], log of the sums [heads, N], two states for the backward pass). Tokens outside the bounds get no values."""
+    scale = q.shape[-1] ** -0.5
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, q_bounds, k_bounds, longest_q, longest_k, 0.0, causal, False, scale=scale
+    )[:4]
+
+
+def flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: Tensor, unused: Tensor,
+    q_bounds: Tensor, k_bounds: Tensor, longest_q: int, longest_k: int, causal: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of q, k and v; none at tokens outside the bounds."""
+    return torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, lse, q_bounds, k_bounds, longest_q, longest_k, 0.0, causal, state, unused,
+        scale=q.shape[-1] ** -0.5,
+    )  # fmt: skip
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor, layout: PackedCausal) -> tuple[Tensor, ...]:
+    """(out, three tensors for the backward pass) of sequences that are equally long."""
+    results = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *(_rows(t, layout) for t in (q, k, v)), None, True, 0.0, True, False, scale=q.shape[-1] ** -0.5
+    )
+    return results[0].transpose(1, 2).reshape(q.shape), results[1], results[6], results[7]
+
+
+def cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor, offset: Tensor, layout: PackedCausal
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        *(_rows(t, layout) for t in (grad, q, k, v, out)), lse, seed, offset, None, None, None, longest, longest, 0.0, True,
-        scale=scale,
+        *(_rows(t, layout) for t in (grad, q, k, v, out)), lse, seed, offset, None, None, None, layout.longest, layout.longest,
+        0.0, True, scale=q.shape[-1] ** -0.5,
     )  # fmt: skip
     dq, dk, dv = (d.transpose(1, 2).reshape(like.shape) for d, like in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv

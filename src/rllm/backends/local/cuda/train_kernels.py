@@ -207,3 +207,51 @@ def logprob_kernel(
             one = (first + columns == target).to(tl.float32)
             grad = (one - tl.exp(x - lse)) * inverse
             tl.store(grads + row * VOCAB + first + columns, grad.to(grads.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def merge_kernel(
+    out, lse, more, more_lse, first, last, n,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Attention over two sets of keys from that over each: `out` [n, HEADS, SIZE] and `lse` [HEADS, n] take in `more` and `more_lse` at the
+    rows from `first` to `last`, which alone have any."""
+    rows, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    seen = (rows >= tl.load(first)) & (rows < tl.load(last))
+    a = tl.load(lse + head * n + rows, mask=seen, other=0.0)
+    b = tl.load(more_lse + head * n + rows, mask=seen, other=0.0)
+    top = tl.maximum(a, b)
+    total = top + tl.log(tl.exp(a - top) + tl.exp(b - top))
+    places = (rows[:, None] * HEADS + head) * SIZE + tl.arange(0, SIZE)[None, :]
+    x = tl.load(out + places, mask=seen[:, None], other=0.0).to(tl.float32) * tl.exp(a - total)[:, None]
+    y = tl.load(more + places, mask=seen[:, None], other=0.0).to(tl.float32) * tl.exp(b - total)[:, None]
+    tl.store(out + places, (x + y).to(out.dtype.element_ty), mask=seen[:, None])
+    tl.store(lse + head * n + rows, total, mask=seen)
+
+
+@triton.jit
+def add_above_kernel(
+    dq, dk, dv, more_dq, more_dk, more_dv, first, last, n,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Adds the second gradients to the first, [n, heads, SIZE] each: of queries at the rows from `first` to `last`, of keys and values at
+    those before `first`."""
+    rows, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    split = tl.load(first)
+    if head < HEADS:
+        seen = (rows >= split) & (rows < tl.load(last))
+        _add_rows(dq, more_dq, rows, head, seen, HEADS, SIZE)
+    else:
+        seen = rows < split
+        if head < HEADS + KV_HEADS:
+            _add_rows(dk, more_dk, rows, head - HEADS, seen, KV_HEADS, SIZE)
+        else:
+            _add_rows(dv, more_dv, rows, head - HEADS - KV_HEADS, seen, KV_HEADS, SIZE)
+
+
+@triton.jit
+def _add_rows(onto, more, rows, head, seen, HEADS: tl.constexpr, SIZE: tl.constexpr):
+    places = (rows[:, None] * HEADS + head) * SIZE + tl.arange(0, SIZE)[None, :]
+    total = tl.load(onto + places, mask=seen[:, None], other=0.0).to(tl.float32)
+    total += tl.load(more + places, mask=seen[:, None], other=0.0).to(tl.float32)
+    tl.store(onto + places, total.to(onto.dtype.element_ty), mask=seen[:, None])
