@@ -115,3 +115,8 @@ def test_sharing_must_save_more_where_rows_of_one_length_have_a_faster_attention
     # But not more tokens than fit.
     assert isinstance(pack(equal, CPU, share=True, most=80, fused=True).attend, PackedShared)
     assert not isinstance(pack(equal, CPU, share=True, most=90, fused=True).attend, PackedShared)
+
+
+def test_answers_of_one_token_leave_nothing_that_sees_a_prompt_above():
+    layout = pack(group_rows(prompt_lengths=(20, 9), tails=(1, 1, 1)), CPU, share=True, most=1000, fused=True).attend
+    assert isinstance(layout, PackedShared) and layout.above is None and layout.bounds.tolist() == [0, 20] + [29] * 7

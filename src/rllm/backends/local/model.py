@@ -202,10 +202,6 @@ class Decoder(LanguageModel):
         self.fused = fused_path_missing(config, torch.device(device), dtype) is None
 
     @property
-    def shares_prompts(self) -> bool:
-        return True
-
-    @property
     def path(self) -> str:
         return "own decoder, fused CUDA kernels" if self.fused else "own decoder"
 

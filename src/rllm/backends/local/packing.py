@@ -136,7 +136,8 @@ class PackedShared(PackedCausal):
             below[owner] += tail
         queries = to_device(list(accumulate(below, initial=sum(prompts))), device, torch.int32)
         keys = to_device(list(accumulate(prompts, initial=0)), device, torch.int32)
-        self.above = Above(queries, keys, max(below), max(prompts))
+        if any(below):  # kernels take no empty grids
+            self.above = Above(queries, keys, max(below), max(prompts))
 
 
 class SharedPrompts:
